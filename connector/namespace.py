@@ -7,9 +7,10 @@ block hashes: the former changes with every process, the latter know nothing of 
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 import xxhash
@@ -56,31 +57,50 @@ class Namespace:
         """Check the values.
 
         Raises:
-            ValueError: a size that the block and chunk arithmetic cannot use, or an empty fingerprint.
+            ValueError: a size that the block and chunk arithmetic cannot use, an empty fingerprint, or a tenant that is
+                no text.
         """
         if self.block not in (64, 128):
             raise ValueError(f"block must be 64 or 128 tokens, got {self.block}")
         if self.chunk_tokens <= 0 or self.chunk_tokens % self.block:
-            raise ValueError(f"chunk_tokens must be a positive multiple of the block ({self.block}), got {self.chunk_tokens}")
+            raise ValueError(
+                f"chunk_tokens must be a positive multiple of the block ({self.block}), got {self.chunk_tokens}"
+            )
         if not self.tokenizer_fingerprint:
             raise ValueError("tokenizer_fingerprint must not be empty")
+        try:
+            self.tenant.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"tenant {self.tenant!r} is not valid Unicode text") from error
 
     @property
     def root_key(self) -> bytes:
         """The key before the first chunk."""
-        text = "\0".join(f"{field.name}={getattr(self, field.name)}" for field in sorted(fields(self), key=lambda f: f.name))
-        return self.key_hash.digest(b"mapflow namespace\0" + text.encode())
+        return self.key_hash.digest(b"mapflow namespace\0" + self._canonical())
+
+    def _canonical(self) -> bytes:
+        # JSON, because it quotes: no tenant can spell out another field.
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     def chunk_keys(self, token_ids: Sequence[int]) -> list[bytes]:
         """Keys of the complete chunks of a prompt, in order; a trailing partial chunk has none."""
         return self.extend_keys([], token_ids)
 
     def extend_keys(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[bytes]:
-        """Keys of `token_ids`, of which `keys` are already known; hashes the new chunks only."""
+        """Keys of `token_ids`, of which `keys` are already known; hashes the new chunks only.
+
+        Raises:
+            ValueError: a token id that is no unsigned 32-bit integer.
+        """
         result, size = list(keys), self.chunk_tokens
         key = result[-1] if result else self.root_key
         for start in range(len(result) * size, len(token_ids) - size + 1, size):
-            key = self.key_hash.digest(key + struct.pack(f"<{size}I", *token_ids[start : start + size]))
+            chunk = token_ids[start : start + size]
+            try:
+                packed = struct.pack(f"<{size}I", *chunk)
+            except struct.error as error:
+                raise ValueError(f"chunk {len(result)} holds a token id outside [0, 2**32): {error}") from error
+            key = self.key_hash.digest(key + packed)
             result.append(key)
         return result
 

@@ -88,7 +88,9 @@ class LayerPlan:
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.sink_blocks < 0 or self.local_blocks < 1:
-            raise ValueError(f"need sink_blocks >= 0 and local_blocks >= 1, got {self.sink_blocks} and {self.local_blocks}")
+            raise ValueError(
+                f"need sink_blocks >= 0 and local_blocks >= 1, got {self.sink_blocks} and {self.local_blocks}"
+            )
 
     @property
     def needs_map(self) -> bool:
@@ -185,7 +187,9 @@ class Plan:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         kinds = {"head_map": self.head_map, "head_index": self.head_index, "head_weight": self.head_weight}
-        return {f"{kind}.{layer}": value.contiguous() for kind, values in kinds.items() for layer, value in values.items()}
+        return {
+            f"{kind}.{layer}": value.contiguous() for kind, values in kinds.items() for layer, value in values.items()
+        }
 
     def _json(self) -> str:
         document = {
@@ -238,4 +242,6 @@ def _from_json(name: str, document: dict[str, object], tensors: Mapping[str, tor
 
 def with_top_p(plan: Plan, top_p: float) -> Plan:
     """The same plan with another probability mass in every guide and translate layer."""
-    return replace(plan, layers=tuple(replace(layer, top_p=top_p) if layer.needs_map else layer for layer in plan.layers))
+    return replace(
+        plan, layers=tuple(replace(layer, top_p=top_p) if layer.needs_map else layer for layer in plan.layers)
+    )
