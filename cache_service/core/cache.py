@@ -1,0 +1,238 @@
+"""The cache as its callers see it: one method per call of the protocol, and `expire` for the passing of time.
+
+Composes pool, leases, reservations and sessions, checks requests against the limits, and counts. The only thing that
+servicers call. Not thread-safe; reads no clock; every time is the caller's monotonic `now`, in seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mapflow.cache_service.core.errors import CacheError, Draining, InvalidRequest
+from mapflow.cache_service.core.leases import Leases
+from mapflow.cache_service.core.peers import Interest, Peers, Publisher, check_text
+from mapflow.cache_service.core.pool import Pool
+from mapflow.cache_service.core.reservations import Reservations
+from mapflow.cache_service.core.sessions import Sessions
+from mapflow.cache_service.core.values import (
+    EntryId,
+    Extent,
+    Hit,
+    Kind,
+    LookupResult,
+    NewEntry,
+    Reservation,
+    ReservationState,
+    Stats,
+    Want,
+)
+
+KEY_BYTES = (16, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the cache may use and grant; bytes and seconds."""
+
+    arena_bytes: int
+    session_timeout_s: float
+    max_lease_s: float
+    reservation_timeout_s: float
+    max_keys: int
+
+
+class Cache:
+    """The state of one boot of the daemon."""
+
+    def __init__(self, limits: Limits, boot_tag: int, now: float) -> None:
+        """Start empty.
+
+        Args:
+            boot_tag: in [1, 2**24), different for every start of the daemon; part of every id.
+        """
+        self._limits = limits
+        self._started_at = now
+        self._draining = False
+        self._pool = Pool(limits.arena_bytes)
+        self._leases = Leases(self._pool, boot_tag)
+        self._reservations = Reservations(self._pool, boot_tag)
+        self._sessions = Sessions(boot_tag, limits.session_timeout_s, now)
+        self._lookups = 0
+        self._lookup_chunks = 0
+        self._hit_chunks = 0
+        self._expired_sessions = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody reads or writes: no lease and no reservation is in force."""
+        return not self._leases and not self._reservations
+
+    def drain(self) -> None:
+        """From here on refuse new sessions, lookups and reservations; what is under way may finish."""
+        self._draining = True
+
+    def open_session(self, client_name: str, publisher: Publisher | None, now: float) -> int:
+        """Open a session; returns its id."""
+        self._refuse_new_work()
+        check_text("client_name", client_name)
+        return self._sessions.open(publisher, now)
+
+    def heartbeat(self, session_id: int, now: float) -> None:
+        """Take a sign of life; so is every other call that names a session."""
+        self._sessions.touch(session_id, now)
+
+    def set_interests(self, session_id: int, interests: Sequence[Interest], now: float) -> None:
+        """Replace what a session wants published."""
+        self._sessions.touch(session_id, now)
+        self._sessions.set_interests(session_id, interests)
+
+    def end_session(self, session_id: int) -> None:
+        """End a session with everything it holds; one that has ended already is no error."""
+        if session_id in self._sessions:
+            self._leases.end_session(session_id)
+            self._reservations.end_session(session_id)
+            self._sessions.close(session_id)
+
+    def is_open(self, session_id: int) -> bool:
+        """Whether a session is open."""
+        return session_id in self._sessions
+
+    def peers(self) -> Peers:
+        """Who publishes and what is wanted now."""
+        return self._sessions.peers()
+
+    def lookup(
+        self, session_id: int, keys: Sequence[bytes], wants: Sequence[Want], lease_s: float, now: float
+    ) -> LookupResult:
+        """For each want the longest run of each producer from the first key on, leased for `lease_s` unless 0."""
+        self._begin(session_id, now)
+        self._refuse_new_work()
+        self._check_lookup(keys, wants, lease_s)
+        hits: list[Hit] = []
+        for number, want in enumerate(wants):
+            runs = self._pool.runs(keys, want)
+            for producer, length in runs:
+                run = keys[:length] if lease_s else ()
+                hits.append(Hit(number, producer, length, self._pool.extents(run, want.kind, producer, want.layers)))
+            self._hit_chunks += max((length for _, length in runs), default=0)
+        self._lookups += 1
+        self._lookup_chunks += len(keys) * len(wants)
+        if not hits or not lease_s:
+            return LookupResult(tuple(hits))
+        chunks = keys[: max(hit.num_chunks for hit in hits)]
+        extents = (extent for hit in hits for extent in hit.extents)
+        return LookupResult(tuple(hits), self._leases.grant(session_id, chunks, extents, now + lease_s))
+
+    def release(self, session_id: int, lease_ids: Sequence[int], now: float) -> None:
+        """End leases; those that have ended already are no error."""
+        self._begin(session_id, now)
+        self._leases.release(session_id, lease_ids)
+
+    def check_lease(self, session_id: int, lease_id: int, extents: Iterable[Extent], now: float) -> None:
+        """Make sure that a session may read extents now."""
+        self._begin(session_id, now)
+        self._leases.check(session_id, lease_id, extents)
+
+    def reserve(
+        self, session_id: int, kind: Kind, producer: str, entries: Sequence[NewEntry], now: float
+    ) -> tuple[Reservation, ...]:
+        """Room for blobs, one answer per entry; evicts what nobody uses."""
+        self._begin(session_id, now)
+        self._refuse_new_work()
+        self._sessions.require_producer(session_id, producer)
+        if len(entries) > self._limits.max_keys:
+            raise InvalidRequest(f"entries: at most {self._limits.max_keys} in one request, got {len(entries)}")
+        for entry in entries:
+            self._check_entry(entry)
+        expires_at = now + self._limits.reservation_timeout_s
+        done: list[Reservation] = []
+        without_room: set[bytes] = set()
+        try:
+            for new in entries:
+                if new.parent in without_room:  # nobody could reach it, so nothing must make way for it
+                    answer = Reservation(ReservationState.NO_ROOM)
+                else:
+                    entry_id = EntryId(new.key, kind, producer, new.layer)
+                    answer = self._reservations.reserve(session_id, entry_id, new.parent, new.num_bytes, expires_at)
+                if answer.state is ReservationState.NO_ROOM:
+                    without_room.add(new.key)
+                done.append(answer)
+        except CacheError:
+            self._reservations.abort(session_id, [answer.id for answer in done if answer.id])
+            raise
+        return tuple(done)
+
+    def check_reservation(self, session_id: int, reservation_id: int, now: float) -> Extent:
+        """The room of a reservation, if the session may still write it."""
+        self._begin(session_id, now)
+        return self._reservations.check(session_id, reservation_id)
+
+    def commit(self, session_id: int, reservation_ids: Sequence[int], now: float) -> None:
+        """Publish blobs, all or none."""
+        self._begin(session_id, now)
+        self._reservations.commit(session_id, reservation_ids)
+
+    def abort(self, session_id: int, reservation_ids: Sequence[int], now: float) -> None:
+        """Give room back; reservations that have ended already are no error."""
+        self._begin(session_id, now)
+        self._reservations.abort(session_id, reservation_ids)
+
+    def expire(self, now: float) -> tuple[int, ...]:
+        """End what is over at `now`; returns the sessions that fell silent. To be called several times a timeout."""
+        self._leases.expire(now)
+        self._reservations.expire(now)
+        silent = self._sessions.silent(now)
+        for session_id in silent:
+            self.end_session(session_id)
+        self._expired_sessions += len(silent)
+        return tuple(silent)
+
+    def stats(self, now: float) -> Stats:
+        """Counters and gauges."""
+        return Stats(
+            uptime_s=now - self._started_at,
+            arena_bytes=self._limits.arena_bytes,
+            used_bytes=self._pool.used_bytes,
+            largest_free_bytes=self._pool.largest_free_bytes,
+            num_chunks=self._pool.num_chunks,
+            num_entries=self._pool.num_entries,
+            num_reservations=len(self._reservations),
+            num_leases=len(self._leases),
+            num_sessions=len(self._sessions),
+            lookups=self._lookups,
+            lookup_chunks=self._lookup_chunks,
+            hit_chunks=self._hit_chunks,
+            evicted_entries=self._pool.evicted_entries,
+            expired_sessions=self._expired_sessions,
+        )
+
+    def _begin(self, session_id: int, now: float) -> None:
+        self._sessions.touch(session_id, now)
+        self._leases.expire(now)
+        self._reservations.expire(now)
+
+    def _refuse_new_work(self) -> None:
+        if self._draining:
+            raise Draining("the daemon is shutting down and takes no new work")
+
+    def _check_lookup(self, keys: Sequence[bytes], wants: Sequence[Want], lease_s: float) -> None:
+        limits = self._limits
+        if not 1 <= len(keys) <= limits.max_keys:
+            raise InvalidRequest(f"keys: 1 to {limits.max_keys} in one request, got {len(keys)}")
+        if len(set(keys)) != len(keys):
+            raise InvalidRequest("keys: a chain never holds the same key twice")
+        if not (math.isfinite(lease_s) and 0 <= lease_s <= limits.max_lease_s):
+            raise InvalidRequest(f"lease_s must be in [0, {limits.max_lease_s}], got {lease_s}")
+        for want in wants:
+            check_text("want.model", want.model)
+            if not want.layers or len(set(want.layers)) != len(want.layers):
+                raise InvalidRequest(f"want.layers must name one layer or more, none twice, got {list(want.layers)}")
+
+    def _check_entry(self, entry: NewEntry) -> None:
+        for name, key in (("key", entry.key), ("parent_key", entry.parent)):
+            if key is not None and len(key) not in KEY_BYTES:
+                raise InvalidRequest(f"{name} must have 16 or 32 bytes, got {len(key)}")
+        if not 1 <= entry.num_bytes <= self._pool.num_bytes:
+            raise InvalidRequest(f"num_bytes must be in [1, {self._pool.num_bytes}] (the arena), got {entry.num_bytes}")

@@ -1,0 +1,76 @@
+"""Leases: while one is in force, the chunks under it are not evicted and its extents may be read in place.
+
+A lease ends when its session releases it, when its time is up, and when its session ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mapflow.cache_service.core.errors import NotFound
+from mapflow.cache_service.core.holdings import Holdings
+from mapflow.cache_service.core.pool import Pool
+from mapflow.cache_service.core.values import Extent
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    chunks: tuple[bytes, ...]
+    extents: frozenset[Extent]
+
+
+class Leases:
+    """All leases in force on the chunks of one pool."""
+
+    def __init__(self, pool: Pool, boot_tag: int) -> None:
+        self._pool = pool
+        self._leases: Holdings[_Lease] = Holdings(boot_tag)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, session_id: int, chunks: Sequence[bytes], extents: Iterable[Extent], expires_at: float) -> int:
+        """Pin a prefix for a session; returns the id of the lease."""
+        lease = _Lease(tuple(chunks), frozenset(extents))
+        self._pool.pin(lease.chunks)
+        return self._leases.add(session_id, lease, expires_at)
+
+    def check(self, session_id: int, lease_id: int, extents: Iterable[Extent]) -> None:
+        """Make sure that extents may be read.
+
+        Raises:
+            NotFound: the session holds no such lease any more, or the lease does not cover one of the extents.
+        """
+        lease = self._leases.get(session_id, lease_id)
+        if lease is None:
+            raise NotFound(f"lease {lease_id} is not in force in session {session_id}; look up again")
+        for extent in extents:
+            if extent not in lease.extents:
+                raise NotFound(f"lease {lease_id} does not cover {extent.num_bytes} bytes at {extent.offset}")
+
+    def release(self, session_id: int, lease_ids: Sequence[int]) -> None:
+        """End leases; one that has ended already is no error.
+
+        Raises:
+            NotFound: an id that was never given to this session; then none is released.
+        """
+        held = []
+        for lease_id in dict.fromkeys(lease_ids):
+            if self._leases.get(session_id, lease_id) is not None:
+                held.append(lease_id)
+            elif not self._leases.has_ended(lease_id):
+                raise NotFound(f"lease {lease_id} is not one of session {session_id}")
+        self._end(held)
+
+    def end_session(self, session_id: int) -> None:
+        """End every lease of a session."""
+        self._end(self._leases.of_session(session_id))
+
+    def expire(self, now: float) -> None:
+        """End every lease whose time is up."""
+        self._end(self._leases.due(now))
+
+    def _end(self, lease_ids: Iterable[int]) -> None:
+        for lease_id in lease_ids:
+            self._pool.unpin(self._leases.remove(lease_id).chunks)

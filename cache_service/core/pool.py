@@ -1,0 +1,137 @@
+"""What is in the arena: keeps index, room and eviction order in step.
+
+A chunk is in the order exactly while it is in the index. Its holds there are its pins, its writers and its children.
+Knows nothing of sessions, leases or time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mapflow.cache_service.core.eviction import EvictionOrder
+from mapflow.cache_service.core.extents import ExtentAllocator
+from mapflow.cache_service.core.index import PrefixIndex
+from mapflow.cache_service.core.values import EntryId, Extent, Kind, Want
+
+
+class Pool:
+    """Committed and reserved blobs of one arena."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.evicted_entries = 0
+        self._index = PrefixIndex()
+        self._extents = ExtentAllocator(num_bytes)
+        self._order = EvictionOrder()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that can be handed out in all."""
+        return self._extents.num_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in committed or reserved extents, padding included."""
+        return self._extents.used_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """Largest extent that could be handed out without eviction."""
+        return self._extents.largest_free_bytes
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks with at least one committed entry."""
+        return self._index.num_chunks
+
+    @property
+    def num_entries(self) -> int:
+        """Committed entries."""
+        return self._index.num_entries
+
+    def has(self, entry: EntryId) -> bool:
+        """Whether the entry is committed."""
+        return self._index.has(entry)
+
+    def reserve(self, entry: EntryId, parent: bytes | None, num_bytes: int) -> Extent | None:
+        """Make room for an entry, evicting as needed; None if there is none even so.
+
+        The chunk is held from here on until `commit` or `abort`.
+
+        Raises:
+            InvalidRequest: the chunk is here with another parent, or would become its own ancestor.
+        """
+        self._open(entry.key, parent)
+        extent = self._make_room(num_bytes)
+        if extent is None:
+            self._close(entry.key)
+        return extent
+
+    def commit(self, entry: EntryId, extent: Extent) -> None:
+        """Publish what `reserve` made room for."""
+        self._index.put(entry, extent)
+        self._order.touch(entry.key)
+        self._close(entry.key)
+
+    def abort(self, entry: EntryId, extent: Extent) -> None:
+        """Give back what `reserve` made room for."""
+        self._extents.free(extent)
+        self._close(entry.key)
+
+    def runs(self, keys: Sequence[bytes], want: Want) -> list[tuple[str, int]]:
+        """Producers of the wanted model that have at least the first chunk, with the length of their run."""
+        found = []
+        for producer in self._index.producers(want.kind, want.model):
+            if length := self._index.run_length(keys, want.kind, producer, want.layers):
+                found.append((producer, length))
+        return found
+
+    def extents(self, keys: Iterable[bytes], kind: Kind, producer: str, layers: Sequence[int]) -> tuple[Extent, ...]:
+        """Where the entries of a run lie: chunk by chunk, in each in the order of `layers`."""
+        return tuple(extent for key in keys for extent in self._index.extents(key, kind, producer, layers))
+
+    def pin(self, chunks: Sequence[bytes]) -> None:
+        """Mark the chunks of a prefix as used now, the first one last, and keep them from eviction."""
+        for chunk in reversed(chunks):
+            self._order.touch(chunk)
+            self._order.hold(chunk)
+
+    def unpin(self, chunks: Sequence[bytes]) -> None:
+        """Undo one `pin`."""
+        for chunk in chunks:
+            self._order.unhold(chunk)
+
+    def _make_room(self, num_bytes: int) -> Extent | None:
+        while (extent := self._extents.allocate(num_bytes)) is None:
+            chunk = self._order.take()
+            if chunk is None:
+                return None
+            self._evict(chunk)
+        return extent
+
+    def _evict(self, chunk: bytes) -> None:
+        parent = self._index.parent(chunk)
+        extents = self._index.drop(chunk)
+        for extent in extents:
+            self._extents.free(extent)
+        self.evicted_entries += len(extents)
+        self._unhold_parent(parent)
+
+    def _open(self, key: bytes, parent: bytes | None) -> None:
+        if self._index.open(key, parent):
+            self._order.add(key, holds=1 + self._index.num_children(key))
+            if parent is not None and parent in self._index:
+                self._order.hold(parent)
+        else:
+            self._order.hold(key)
+
+    def _close(self, key: bytes) -> None:
+        parent = self._index.parent(key)
+        if self._index.close(key):
+            self._order.remove(key)
+            self._unhold_parent(parent)
+        else:
+            self._order.unhold(key)
+
+    def _unhold_parent(self, parent: bytes | None) -> None:
+        if parent is not None and parent in self._index:
+            self._order.unhold(parent)
