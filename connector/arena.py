@@ -6,6 +6,7 @@ mapping is closed and the last view is gone.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import stat
@@ -43,10 +44,11 @@ class Arena:
         """The bytes of an extent, in place, writable.
 
         Raises:
-            ValueError: an extent of another arena or outside this one, or a closed arena.
+            ValueError: an extent of another arena or outside this one.
+            Unavailable: the arena is closed (SESSION_LOST).
         """
         if self._map is None:
-            raise ValueError(f"arena {self.segment_name} is closed")
+            raise Unavailable(Reason.SESSION_LOST, f"arena {self.segment_name} is closed")
         end = extent.offset + extent.num_bytes
         if extent.arena_id != self.arena_id or extent.offset < 0 or extent.num_bytes < 0 or end > self.num_bytes:
             raise ValueError(f"{extent} lies outside arena {self.arena_id} of {self.num_bytes} bytes")
@@ -57,10 +59,8 @@ class Arena:
         if self._map is None:
             return
         self._view.release()
-        try:
+        with contextlib.suppress(BufferError):  # views that are still held keep the mapping, and end it
             self._map.close()
-        except BufferError:
-            pass  # the views keep the mapping, and end it
         self._map = None
 
 

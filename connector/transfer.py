@@ -1,0 +1,248 @@
+"""Moving blobs: in place through mapped arenas, or as bytes over the socket where no memory is shared.
+
+Everything here blocks, within a deadline, and works in one given session: a reservation or lease of another boot or
+session never touches this one's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from mapflow.connector.arena import Arena, ArenaSet
+from mapflow.connector.messages import (
+    Extent,
+    Kind,
+    Lease,
+    NewEntry,
+    PendingBlob,
+    PublishReport,
+    Reservation,
+    ReservationState,
+)
+from mapflow.connector.reasons import Reason, Unavailable, from_rpc_error
+from mapflow.connector.session import Session
+from mapflow.v1 import cache_pb2
+
+_PIECE_BYTES = 1 << 20  # below gRPC's default limit of 4 MiB a message
+
+
+def read(
+    session: Session, arenas: ArenaSet, lease: Lease, extents: Sequence[Extent], deadline_s: float
+) -> list[memoryview]:
+    """Read-only views of leased extents, one each; fetches the bytes if one arena or more is not mapped.
+
+    Raises:
+        Unavailable: an extent outside its arena (PROTOCOL), or the fetch failed.
+    """
+    mapped = {number: arenas.get(session.boot_id, number) for number in {extent.arena_id for extent in extents}}
+    views = []
+    for extent in extents:
+        arena = mapped[extent.arena_id]
+        if arena is None:
+            return _fetch(session, lease, extents, deadline_s)
+        views.append(_view(arena, extent).toreadonly())
+    return views
+
+
+def reserve(
+    session: Session, kind: Kind, producer: str, entries: Sequence[NewEntry], deadline_s: float
+) -> list[Reservation]:
+    """Room for blobs, one answer per entry, in order.
+
+    Raises:
+        Unavailable: no answer, or one that does not fit the question.
+    """
+    request = cache_pb2.ReserveRequest(
+        session_id=session.session_id,
+        kind=kind.value,
+        producer=producer,
+        entries=[entry.to_proto() for entry in entries],
+    )
+    response: cache_pb2.ReserveResponse = _call(session.stub.Reserve, request, deadline_s)
+    if len(response.reservations) != len(entries):
+        raise Unavailable(Reason.PROTOCOL, f"{len(response.reservations)} reservations for {len(entries)} entries")
+    answers = []
+    for message in response.reservations:
+        try:
+            state = ReservationState(message.state)
+        except ValueError as error:
+            raise Unavailable(Reason.PROTOCOL, f"unknown reservation state {message.state}") from error
+        answers.append(
+            Reservation(
+                boot_id=session.boot_id,
+                session_id=session.session_id,
+                reservation_id=message.reservation_id,
+                state=state,
+                extent=Extent(message.extent.arena_id, message.extent.offset, message.extent.num_bytes),
+            )
+        )
+    return answers
+
+
+def commit(session: Session, reservations: Sequence[Reservation], deadline_s: float) -> None:
+    """Publish what was written.
+
+    Raises:
+        Unavailable: no answer, or void reservations.
+    """
+    for reservation in reservations:
+        _check_reservation(session, reservation)
+    reservation_ids = [reservation.reservation_id for reservation in reservations]
+    if reservation_ids:
+        request = cache_pb2.CommitRequest(session_id=session.session_id, reservation_ids=reservation_ids)
+        _call(session.stub.Commit, request, deadline_s)
+
+
+def abort(session: Session, reservations: Sequence[Reservation], deadline_s: float) -> None:
+    """Give room back; leaves out the reservations of other boots and sessions, which are gone already.
+
+    Raises:
+        Unavailable: no answer.
+    """
+    mine = (session.boot_id, session.session_id)
+    reservation_ids = [
+        reservation.reservation_id
+        for reservation in reservations
+        if (reservation.boot_id, reservation.session_id) == mine and reservation.state is ReservationState.RESERVED
+    ]
+    if reservation_ids:
+        request = cache_pb2.AbortRequest(session_id=session.session_id, reservation_ids=reservation_ids)
+        _call(session.stub.Abort, request, deadline_s)
+
+
+def publish(
+    session: Session, arenas: ArenaSet, kind: Kind, producer: str, blobs: Sequence[PendingBlob], deadline_s: float
+) -> PublishReport:
+    """Reserve, write in place and commit, in batches of the daemon's limit; store the blobs where nothing is mapped.
+
+    Blobs over the daemon's size limit count as having found no room.
+
+    Raises:
+        Unavailable: the batch at hand was not published.
+        Exception: whatever `write` raised, after the batch at hand was aborted.
+    """
+    fitting = [blob for blob in blobs if blob.num_bytes <= session.limits.max_blob_bytes]
+    counts = dict.fromkeys(ReservationState, 0)
+    counts[ReservationState.NO_ROOM] = len(blobs) - len(fitting)
+    batch = session.limits.max_keys
+    mappable = bool(session.arenas) and all(arenas.get(session.boot_id, arena.id) for arena in session.arenas)
+    for start in range(0, len(fitting), batch):
+        part = fitting[start : start + batch]
+        if mappable:
+            states = _publish_in_place(session, arenas, kind, producer, part, deadline_s)
+        else:
+            states = [_store(session, kind, producer, blob, deadline_s) for blob in part]
+        for state in states:
+            counts[state] += 1
+    return PublishReport(
+        published=counts[ReservationState.RESERVED],
+        existed=counts[ReservationState.EXISTS],
+        no_room=counts[ReservationState.NO_ROOM],
+    )
+
+
+def _publish_in_place(
+    session: Session, arenas: ArenaSet, kind: Kind, producer: str, blobs: Sequence[PendingBlob], deadline_s: float
+) -> list[ReservationState]:
+    reservations = reserve(session, kind, producer, blobs, deadline_s)
+    reserved = [reservation for reservation in reservations if reservation.state is ReservationState.RESERVED]
+    try:
+        for blob, reservation in zip(blobs, reservations, strict=True):
+            if reservation.state is not ReservationState.RESERVED:
+                continue
+            _check_reservation(session, reservation)
+            arena = arenas.get(session.boot_id, reservation.extent.arena_id)
+            if arena is None or reservation.extent.num_bytes != blob.num_bytes:
+                raise Unavailable(Reason.PROTOCOL, f"{reservation.extent} for a blob of {blob.num_bytes} bytes")
+            with _view(arena, reservation.extent) as view:
+                _write(blob, view)
+        commit(session, reserved, deadline_s)
+    except BaseException:
+        _abort_quietly(session, reserved, deadline_s)
+        raise
+    return [reservation.state for reservation in reservations]
+
+
+def _store(session: Session, kind: Kind, producer: str, blob: PendingBlob, deadline_s: float) -> ReservationState:
+    data = bytearray(blob.num_bytes)
+    with memoryview(data) as view:
+        _write(blob, view)
+    header = cache_pb2.StoreHeader(
+        session_id=session.session_id, kind=kind.value, producer=producer, entry=blob.to_proto()
+    )
+
+    def requests() -> Iterator[cache_pb2.StoreRequest]:
+        yield cache_pb2.StoreRequest(header=header)
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield cache_pb2.StoreRequest(data=bytes(data[start : start + _PIECE_BYTES]))
+
+    response: cache_pb2.StoreResponse = _call(session.stub.Store, requests(), deadline_s)
+    try:
+        return ReservationState(response.state)
+    except ValueError as error:
+        raise Unavailable(Reason.PROTOCOL, f"unknown reservation state {response.state}") from error
+
+
+def _fetch(session: Session, lease: Lease, extents: Sequence[Extent], deadline_s: float) -> list[memoryview]:
+    request = cache_pb2.FetchRequest(
+        session_id=lease.session_id,
+        lease_id=lease.lease_id,
+        extents=[
+            cache_pb2.Extent(arena_id=extent.arena_id, offset=extent.offset, num_bytes=extent.num_bytes)
+            for extent in extents
+        ],
+    )
+    pieces: list[list[bytes]] = [[] for _ in extents]
+    missing = [extent.num_bytes for extent in extents]
+    try:
+        for response in session.stub.Fetch(request, timeout=deadline_s):
+            if response.index >= len(extents) or len(response.data) > missing[response.index]:
+                raise Unavailable(Reason.PROTOCOL, f"more bytes than asked for in extent {response.index}")
+            pieces[response.index].append(response.data)
+            missing[response.index] -= len(response.data)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except ValueError as error:  # the channel was closed under us
+        raise Unavailable(Reason.SESSION_LOST, "the session is over") from error
+    if any(missing):
+        raise Unavailable(Reason.PROTOCOL, f"{sum(missing)} bytes less than asked for")
+    return [memoryview(b"".join(parts)) for parts in pieces]
+
+
+def _write(blob: PendingBlob, view: memoryview) -> None:
+    written = blob.write(view)
+    if written != blob.num_bytes:
+        raise ValueError(f"a blob of {blob.num_bytes} bytes wrote {written}")
+
+
+def _view(arena: Arena, extent: Extent) -> memoryview:
+    try:
+        return arena.view(extent)
+    except ValueError as error:
+        raise Unavailable(Reason.PROTOCOL, str(error)) from error
+
+
+def _check_reservation(session: Session, reservation: Reservation) -> None:
+    if reservation.boot_id != session.boot_id:
+        raise Unavailable(Reason.RESTARTED, "the reservation belongs to an earlier start of the daemon")
+    if reservation.session_id != session.session_id or time.monotonic() >= session.alive_until:
+        raise Unavailable(Reason.SESSION_LOST, "the session that held the reservation is over")
+
+
+def _abort_quietly(session: Session, reservations: Sequence[Reservation], deadline_s: float) -> None:
+    with contextlib.suppress(Unavailable):  # the end of the session aborts them too
+        abort(session, reservations, deadline_s)
+
+
+def _call(method: Any, request: Any, deadline_s: float) -> Any:
+    try:
+        return method(request, timeout=deadline_s)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except ValueError as error:  # the channel was closed under us
+        raise Unavailable(Reason.SESSION_LOST, "the session is over") from error
