@@ -12,7 +12,6 @@ import logging
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -85,7 +84,7 @@ class Client:
             return
         self._thread = threading.Thread(target=self._run, name="mapflow-client", daemon=True)
         self._thread.start()
-        atexit.register(_close, weakref.ref(self))
+        atexit.register(self.close)
 
     def close(self) -> None:
         """End the session, which releases its leases, and unmap the arenas. Takes a second at most."""
@@ -100,6 +99,7 @@ class Client:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
         self._arenas.close()
+        atexit.unregister(self.close)
 
     def wait_connected(self, timeout_s: float) -> bool:
         """Wait for a session; for tools and tests, never for schedulers."""
@@ -349,9 +349,3 @@ class Client:
             self.counters.add("peers", Reason.PROTOCOL, peers.malformed)
         self._peers = peers
         self._emit(PeersChanged(peers))
-
-
-def _close(reference: weakref.ref[Client]) -> None:
-    client = reference()
-    if client is not None:
-        client.close()
