@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mapflow.cache_service.core.errors import CacheError, Draining, InvalidRequest
+from mapflow.cache_service.core.errors import CacheError, Draining, InvalidRequest, PreconditionFailed
 from mapflow.cache_service.core.leases import Leases
 from mapflow.cache_service.core.peers import Interest, Peers, Publisher, check_text
 from mapflow.cache_service.core.pool import Pool
@@ -30,6 +30,7 @@ from mapflow.cache_service.core.values import (
 )
 
 KEY_BYTES = (16, 32)
+FORMAT_VERSIONS = (1,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,22 @@ class Cache:
         """Whether nobody reads or writes: no lease and no reservation is in force."""
         return not self._leases and not self._reservations
 
+    @property
+    def max_blob_bytes(self) -> int:
+        """Largest blob that could ever fit: the arena."""
+        return self._pool.num_bytes
+
     def drain(self) -> None:
         """From here on refuse new sessions, lookups and reservations; what is under way may finish."""
         self._draining = True
+
+    def check_formats(self, format_versions: Sequence[int]) -> None:
+        """Make sure that a client speaks a blob format of this release, if it names any."""
+        if format_versions and not set(format_versions) & set(FORMAT_VERSIONS):
+            spoken = (
+                f"format_versions {list(format_versions)} are none that this daemon speaks ({list(FORMAT_VERSIONS)})"
+            )
+            raise PreconditionFailed(f"{spoken}; install the same release on both sides")
 
     def open_session(self, client_name: str, publisher: Publisher | None, now: float) -> int:
         """Open a session; returns its id."""
@@ -234,5 +248,5 @@ class Cache:
         for name, key in (("key", entry.key), ("parent_key", entry.parent)):
             if key is not None and len(key) not in KEY_BYTES:
                 raise InvalidRequest(f"{name} must have 16 or 32 bytes, got {len(key)}")
-        if not 1 <= entry.num_bytes <= self._pool.num_bytes:
-            raise InvalidRequest(f"num_bytes must be in [1, {self._pool.num_bytes}] (the arena), got {entry.num_bytes}")
+        if not 1 <= entry.num_bytes <= self.max_blob_bytes:
+            raise InvalidRequest(f"num_bytes must be in [1, {self.max_blob_bytes}] (the arena), got {entry.num_bytes}")

@@ -1,0 +1,160 @@
+"""What the daemon is told at start: one frozen value, checked once.
+
+Parses sizes and endpoints; opens nothing. What can only be seen from the machine (a socket in use, too little memory)
+is for `server.py` to find.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mapflow.cache_service.core.cache import Limits
+from mapflow.cache_service.core.extents import ALIGNMENT
+
+DEFAULT_ENDPOINT = "unix:///run/mapflow/mapflow.sock"
+MAX_UNIX_PATH_BYTES = 107
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+class LogFormat(StrEnum):
+    """How log lines look: one JSON object each, or `key=value` for people."""
+
+    JSON = "json"
+    CONSOLE = "console"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the daemon listens: a Unix socket (`path`) or TCP (`host` and `port`; port 0 lets the system choose)."""
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        """The form that `parse_endpoint` reads, which gRPC takes as a target too."""
+        if self.path:
+            return f"unix://{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only this host can reach it: a Unix socket or a loopback address."""
+        if self.path or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Everything that `serve` needs to know.
+
+    Attributes:
+        endpoint: where to listen.
+        arena_bytes: size of the shared-memory arena.
+        metrics_host: address of the Prometheus port.
+        metrics_port: Prometheus port; 0 serves no metrics.
+        session_timeout_s: silence after which a session is ended.
+        max_lease_s: longest life of a lease.
+        reservation_timeout_s: time after which a reservation that was not committed is aborted.
+        drain_s: how long leases and reservations may last once the daemon was told to stop.
+        max_keys: most keys that one request may carry.
+        insecure_tcp: listen on an address that other hosts can reach, without encryption or authentication.
+        log_format: how log lines look.
+    """
+
+    endpoint: Endpoint
+    arena_bytes: int
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    session_timeout_s: float = 10.0
+    max_lease_s: float = 60.0
+    reservation_timeout_s: float = 60.0
+    drain_s: float = 10.0
+    max_keys: int = 4096
+    insecure_tcp: bool = False
+    log_format: LogFormat = LogFormat.CONSOLE
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: one line that names the value and the way out.
+        """
+        if not self.endpoint.is_private and not self.insecure_tcp:
+            raise ValueError(
+                f"endpoint {self.endpoint} can be reached from other hosts without encryption; use a unix:// endpoint "
+                "or a loopback address, or allow it with insecure_tcp (--insecure-tcp)"
+            )
+        if self.arena_bytes < ALIGNMENT:
+            raise ValueError(f"arena must have at least {ALIGNMENT} bytes, got {self.arena_bytes}; try 4GiB")
+        if not 0 <= self.metrics_port <= 65535:
+            raise ValueError(f"metrics port must be in [0, 65535] (0 = off), got {self.metrics_port}")
+        for name in ("session_timeout_s", "max_lease_s", "reservation_timeout_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
+            raise ValueError(f"drain_s must be 0 or a positive number of seconds, got {self.drain_s}")
+        if self.max_keys < 1:
+            raise ValueError(f"max_keys must be at least 1, got {self.max_keys}")
+
+    @property
+    def limits(self) -> Limits:
+        """The part of it that the core decides by."""
+        return Limits(
+            arena_bytes=self.arena_bytes,
+            session_timeout_s=self.session_timeout_s,
+            max_lease_s=self.max_lease_s,
+            reservation_timeout_s=self.reservation_timeout_s,
+            max_keys=self.max_keys,
+        )
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `4GiB`, `512MB` or `1048576`.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size; write it like 4GiB, 512MB or 1048576")
+    number, unit = match.groups()
+    return (
+        int(float(number) * _UNITS[(unit or "").lower()])
+        if "." in number
+        else int(number) * _UNITS[(unit or "").lower()]
+    )
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """An endpoint such as `unix:///run/mapflow/mapflow.sock`, `127.0.0.1:7070` or `[::1]:7070`.
+
+    Raises:
+        ValueError: the text is no endpoint, or a path too long for a Unix socket.
+    """
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        path = path.removeprefix("//") if path.startswith("//") else path
+        if not path.startswith("/") or path.endswith("/"):
+            raise ValueError(f"endpoint {text!r} must name a socket by its absolute path, like {DEFAULT_ENDPOINT}")
+        if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+            raise ValueError(f"socket path {path!r} is longer than {MAX_UNIX_PATH_BYTES} bytes; choose a shorter one")
+        return Endpoint(path=path)
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535 or "/" in host:
+        raise ValueError(f"{text!r} is no endpoint; write it like {DEFAULT_ENDPOINT} or 127.0.0.1:7070")
+    return Endpoint(host=host, port=int(port))

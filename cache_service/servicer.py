@@ -1,0 +1,115 @@
+"""The cache service as gRPC sees it: decode, one call, encode.
+
+No policy, no state and no status codes: refusals are raised and end the call in `status.py`.
+"""
+
+# ruff: noqa: N802 - the protocol names the methods
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from mapflow.cache_service import wire
+from mapflow.cache_service.arena import Arena
+from mapflow.cache_service.config import Config
+from mapflow.cache_service.core.cache import Cache
+from mapflow.cache_service.core.errors import InvalidRequest
+from mapflow.cache_service.session import SessionHub
+from mapflow.cache_service.transfer import Transfer
+from mapflow.v1 import cache_pb2, cache_pb2_grpc
+from mapflow.v1.version import __version__
+
+
+class CacheServicer(cache_pb2_grpc.CacheServicer):
+    """All calls of `mapflow.v1.Cache`."""
+
+    def __init__(
+        self,
+        config: Config,
+        cache: Cache,
+        arena: Arena,
+        sessions: SessionHub,
+        boot_id: bytes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._sessions = sessions
+        self._transfer = Transfer(cache, arena, clock)
+        self._boot_id = boot_id
+        self._clock = clock
+        self._arena = cache_pb2.Arena(id=wire.ARENA_ID, segment_name=arena.segment_name, num_bytes=arena.num_bytes)
+
+    async def Handshake(self, request: cache_pb2.HandshakeRequest, context: Any) -> cache_pb2.HandshakeResponse:
+        """Say who we are and what we allow."""
+        self._cache.check_formats(request.format_versions)
+        return cache_pb2.HandshakeResponse(
+            server_version=__version__,
+            boot_id=self._boot_id,
+            arenas=[self._arena],
+            session_timeout_s=self._config.session_timeout_s,
+            max_lease_s=self._config.max_lease_s,
+            max_keys=self._config.max_keys,
+            max_blob_bytes=self._cache.max_blob_bytes,
+        )
+
+    async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[cache_pb2.SessionResponse]:
+        """Keep a session for as long as the stream lasts."""
+        async for response in self._sessions.serve(aiter(request_iterator)):
+            yield response
+
+    async def Lookup(self, request: cache_pb2.LookupRequest, context: Any) -> cache_pb2.LookupResponse:
+        """Find runs of chunks and lease them."""
+        keys = wire.split_keys(request.keys, request.key_bytes)
+        wants = [wire.want(want) for want in request.wants]
+        result = self._cache.lookup(request.session_id, keys, wants, request.lease_s, self._clock())
+        return cache_pb2.LookupResponse(hits=map(wire.hit_message, result.hits), lease_id=result.lease_id)
+
+    async def Reserve(self, request: cache_pb2.ReserveRequest, context: Any) -> cache_pb2.ReserveResponse:
+        """Make room for blobs."""
+        kind, entries = wire.kind(request.kind), [wire.new_entry(entry) for entry in request.entries]
+        answers = self._cache.reserve(request.session_id, kind, request.producer, entries, self._clock())
+        return cache_pb2.ReserveResponse(reservations=map(wire.reservation_message, answers))
+
+    async def Commit(self, request: cache_pb2.CommitRequest, context: Any) -> cache_pb2.CommitResponse:
+        """Publish blobs."""
+        self._cache.commit(request.session_id, request.reservation_ids, self._clock())
+        return cache_pb2.CommitResponse()
+
+    async def Abort(self, request: cache_pb2.AbortRequest, context: Any) -> cache_pb2.AbortResponse:
+        """Give room back."""
+        self._cache.abort(request.session_id, request.reservation_ids, self._clock())
+        return cache_pb2.AbortResponse()
+
+    async def Release(self, request: cache_pb2.ReleaseRequest, context: Any) -> cache_pb2.ReleaseResponse:
+        """End leases."""
+        self._cache.release(request.session_id, request.lease_ids, self._clock())
+        return cache_pb2.ReleaseResponse()
+
+    async def Fetch(self, request: cache_pb2.FetchRequest, context: Any) -> AsyncIterator[cache_pb2.FetchResponse]:
+        """Send the bytes of leased extents."""
+        extents = [wire.extent(extent) for extent in request.extents]
+        async for index, data in self._transfer.fetch(request.session_id, request.lease_id, extents):
+            yield cache_pb2.FetchResponse(index=index, data=data)
+
+    async def Store(self, request_iterator: Any, context: Any) -> cache_pb2.StoreResponse:
+        """Take one blob and publish it."""
+        requests = aiter(request_iterator)
+        first = await anext(requests, cache_pb2.StoreRequest())
+        if not first.HasField("header"):
+            raise InvalidRequest("the first message of a Store must be its header")
+        header, pieces = first.header, _pieces(requests)
+        kind, entry = wire.kind(header.kind), wire.new_entry(header.entry)
+        state = await self._transfer.store(header.session_id, kind, header.producer, entry, pieces)
+        return cache_pb2.StoreResponse(state=wire.state_message(state))
+
+    async def Stats(self, request: cache_pb2.StatsRequest, context: Any) -> cache_pb2.StatsResponse:
+        """Report counters and gauges."""
+        return wire.stats_message(self._cache.stats(self._clock()), self._cache.peers(), self._boot_id, self._arena)
+
+
+async def _pieces(requests: AsyncIterator[cache_pb2.StoreRequest]) -> AsyncIterator[bytes]:
+    async for request in requests:
+        if not request.HasField("data"):
+            raise InvalidRequest("a Store has one header, and data after it")
+        yield request.data
