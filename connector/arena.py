@@ -70,8 +70,8 @@ def _map_segment(segment_name: str, num_bytes: int) -> mmap.mmap:
     path = SHARED_MEMORY / segment_name
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise Unavailable(Reason.NO_SHARED_MEMORY, f"cannot open {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise Unavailable(Reason.NO_SHARED_MEMORY, f"cannot open {path}: {error}") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

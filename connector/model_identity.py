@@ -39,7 +39,7 @@ def model_id(model: str | os.PathLike[str], revision: str | None = None) -> tupl
         ValueError: no such model here, or a directory that holds none.
     """
     directory = Path(os.path.abspath(model))
-    if not directory.is_dir():
+    if not os.fspath(model) or not directory.is_dir():
         return _from_cache(os.fspath(model), revision)
     name = _name_of_snapshot(directory)
     if name is not None:

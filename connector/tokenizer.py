@@ -111,9 +111,9 @@ def describe_difference(a: TokenizerDescription, b: TokenizerDescription) -> str
     if lone := sorted(a.vocabulary.keys() ^ b.vocabulary.keys()):
         token = a.vocabulary.get(lone[0], b.vocabulary.get(lone[0], ""))
         return f"token id {lone[0]}: {_quote(token)} in one only"
-    for rank, (left, right) in enumerate(zip(a.merges, b.merges, strict=False)):
-        if left != right:
-            return f"merge {rank}: {_quote(' '.join(left))} against {_quote(' '.join(right))}"
+    for rank, pairs in enumerate(zip(a.merges, b.merges, strict=False)):
+        if pairs[0] != pairs[1]:
+            return f"merge {rank}: {_quote(' '.join(pairs[0]))} against {_quote(' '.join(pairs[1]))}"
     if len(a.merges) != len(b.merges):
         return f"{len(a.merges)} merges against {len(b.merges)}"
     for number in sorted(a.added.keys() | b.added.keys()):

@@ -1,0 +1,60 @@
+"""Counters from many threads, and log lines that an outage cannot multiply."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from mapflow.connector.counters import Counters, LimitedLog
+from mapflow.connector.reasons import Reason
+
+
+def test_counts_are_by_name_and_reason() -> None:
+    counters = Counters()
+    counters.add("lookup", Reason.DEADLINE)
+    counters.add("lookup", Reason.DEADLINE, 2)
+    counters.add("lookup", "hit", 5)
+    counters.add("bytes", n=7)
+    assert counters.snapshot() == {("lookup", "deadline"): 3, ("lookup", "hit"): 5, ("bytes", ""): 7}
+    assert counters.get("lookup", Reason.DEADLINE) == 3
+    assert counters.get("lookup", "nothing") == 0
+    assert ("lookup", "nothing") not in counters.snapshot()
+
+
+def test_a_snapshot_is_a_copy() -> None:
+    counters = Counters()
+    before = counters.snapshot()
+    counters.add("lookup", "hit")
+    assert before == {}
+
+
+def test_no_count_is_lost_between_threads() -> None:
+    counters = Counters()
+    threads = [
+        threading.Thread(target=lambda: [counters.add("x", "y") for _ in range(2000)] and None) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counters.snapshot() == {("x", "y"): 16000}
+
+
+def test_one_line_per_key_and_period(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    log = LimitedLog(logging.getLogger("mapflow.test"), every_s=30.0, clock=lambda: now)
+    with caplog.at_level(logging.WARNING):
+        for number in range(5):
+            log.warning("down", "daemon %s is down, try %d", "a", number)
+        log.warning("slow", "daemon is slow")
+        now = 129.9
+        log.warning("down", "still %s", "down")
+        now = 130.0
+        log.warning("down", "still %s", "down")
+    assert caplog.messages == [
+        "daemon a is down, try 0",
+        "daemon is slow",
+        "still down (and 5 more like it)",
+    ]
