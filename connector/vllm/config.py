@@ -1,0 +1,126 @@
+"""What the operator writes under `kv_connector_extra_config`, read once at start-up and checked.
+
+A mistake here never stops an engine: the caller logs the one line of `ConfigError` and runs as plain vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mapflow.connector.namespace import KeyHash, Namespace
+from mapflow.connector.plan import Plan, PlanError, load_plan
+
+DEFAULT_ENDPOINT = "unix:///run/mapflow/mapflow.sock"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; one line with the value and the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorConfig:
+    """Settings of one engine.
+
+    Attributes:
+        endpoint: where the daemon listens, `unix:///path` or `host:port`.
+        plans: paths of plan files; the first is the default of requests that name none.
+        tenant: tenant whose maps are shared; empty for the default tenant.
+        key_hash: hash of the chunk keys.
+        chunk_tokens: tokens per chunk of a producer without a plan file.
+        block: tokens per block of a producer without a plan file.
+        lookup_deadline_s: longest time that a request waits for the daemon before it is computed in full.
+        call_deadline_s: longest time for calls off the scheduler's path.
+        lease_s: life of the lease on looked-up maps.
+        publish_queue: chunks that may wait to be published; more are dropped and counted.
+    """
+
+    endpoint: str = DEFAULT_ENDPOINT
+    plans: tuple[Path, ...] = ()
+    tenant: str = ""
+    key_hash: KeyHash = KeyHash.XXH3_128
+    chunk_tokens: int = 512
+    block: int = 64
+    lookup_deadline_s: float = 0.02
+    call_deadline_s: float = 1.0
+    lease_s: float = 60.0
+    publish_queue: int = 1024
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            ConfigError: the first value out of range.
+        """
+        for name in ("lookup_deadline_s", "call_deadline_s", "lease_s", "publish_queue", "chunk_tokens"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"mapflow setting {name} must be positive, got {getattr(self, name)}")
+        if self.block not in (64, 128) or self.chunk_tokens % self.block:
+            raise ConfigError(
+                f"mapflow settings block={self.block} and chunk_tokens={self.chunk_tokens}: "
+                "the block is 64 or 128 and divides the chunk"
+            )
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, object]) -> ConnectorConfig:
+        """Read the operator's dictionary.
+
+        Raises:
+            ConfigError: an unknown key, or a value of the wrong kind.
+        """
+        readers = {
+            "endpoint": str,
+            "tenant": str,
+            "key_hash": KeyHash,
+            "chunk_tokens": int,
+            "block": int,
+            "lookup_deadline_s": float,
+            "call_deadline_s": float,
+            "lease_s": float,
+            "publish_queue": int,
+        }
+        values: dict[str, object] = {}
+        for key, value in extra.items():
+            if key == "plan":
+                paths = [value] if isinstance(value, str) else value
+                if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
+                    raise ConfigError(f"mapflow setting plan must be a path or a list of paths, got {value!r}")
+                values["plans"] = tuple(Path(path) for path in paths)
+            elif key in readers:
+                try:
+                    values[key] = readers[key](value)
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(f"mapflow setting {key}: {value!r} is not usable ({error})") from error
+            else:
+                known = ", ".join(sorted([*readers, "plan"]))
+                raise ConfigError(f"unknown mapflow setting {key!r} in kv_connector_extra_config; known are {known}")
+        return cls(**values)  # type: ignore[arg-type]
+
+    def load_plans(self) -> tuple[Plan, ...]:
+        """Read the plan files.
+
+        Raises:
+            ConfigError: a file that is no plan, two plans of one name, or plans that cut prompts differently.
+        """
+        try:
+            plans = tuple(load_plan(path) for path in self.plans)
+        except PlanError as error:
+            raise ConfigError(str(error)) from error
+        if len({plan.name for plan in plans}) != len(plans):
+            raise ConfigError(f"two plan files share a name: {', '.join(plan.name for plan in plans)}; rename one")
+        shapes = {(plan.chunk_tokens, plan.block, plan.tokenizer_fingerprint) for plan in plans}
+        if len(shapes) > 1:
+            raise ConfigError(f"plans of one engine must agree on chunk, block and tokenizer, got {sorted(shapes)}")
+        return plans
+
+    def namespace(self, plans: tuple[Plan, ...], tokenizer_fingerprint: str) -> Namespace:
+        """Namespace of this engine: cut as the plans say, or as configured where there are none."""
+        base = Namespace(
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            chunk_tokens=self.chunk_tokens,
+            block=self.block,
+            tenant=self.tenant,
+            key_hash=self.key_hash,
+        )
+        return replace(base, chunk_tokens=plans[0].chunk_tokens, block=plans[0].block) if plans else base

@@ -1,0 +1,186 @@
+"""The connector that vLLM loads for `"kv_connector": "mapflow"`: its calls, handed to the scheduler's or worker's side.
+
+It moves no KV, so it never claims tokens (`get_num_new_matched_tokens` is 0) and never delays the end of a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from mapflow.connector.vllm import compat
+from mapflow.connector.vllm.capture import Capture
+from mapflow.connector.vllm.config import ConfigError
+from mapflow.connector.vllm.engine import Engine
+from mapflow.connector.vllm.messages import RequestStep, ReuseReport
+from mapflow.connector.vllm.publisher import Publisher
+from mapflow.connector.vllm.scheduler import MapScheduler
+from mapflow.connector.vllm.worker import MapWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepOrders(KVConnectorMetadata):
+    """One step's orders, scheduler to workers."""
+
+    steps: tuple[RequestStep, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
+@dataclass
+class StepReports(KVConnectorWorkerMetadata):
+    """What one step reused, workers to scheduler."""
+
+    reports: dict[str, ReuseReport] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Ranks work on the same rows: the first rank's report stands."""
+        return self
+
+
+class MapFlowConnector(KVConnectorBase_V1):
+    """One per process and role. With a configuration that cannot work, it is there but does nothing."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.map_worker: MapWorker | None = None
+        self.map_scheduler: MapScheduler | None = None
+        self._engine: Engine | None = None
+        self._publisher: Publisher | None = None
+        self._reports: dict[str, ReuseReport] = {}
+        is_worker = role is KVConnectorRole.WORKER
+        facts = compat.engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
+        self.page_size = facts.page_size
+        try:
+            self._engine = Engine(facts, self._kv_transfer_config.kv_connector_extra_config or {}, is_worker=is_worker)
+        except ConfigError as error:
+            logger.error("mapflow: %s; this engine runs without reuse", error)
+            return
+        if is_worker:
+            self._start_worker(self._engine)
+        else:
+            self._start_scheduler(self._engine)
+
+    def _start_worker(self, engine: Engine) -> None:
+        capture = None
+        if engine.facts.publishes:
+            space = engine.namespace
+            capture = Capture(chunk_tokens=space.chunk_tokens, block=space.block)
+            queue = engine.config.publish_queue
+            self._publisher = Publisher(engine.client, engine.producer_id, engine.counters, queue)
+        self.map_worker = MapWorker(
+            plans=engine.plans,
+            client=engine.client,
+            counters=engine.counters,
+            capture=capture,
+            publisher=self._publisher,
+            wants=engine.wants,
+        )
+
+    def _start_scheduler(self, engine: Engine) -> None:
+        self.map_scheduler = MapScheduler(
+            config=engine.config,
+            namespace=engine.namespace,
+            plans=engine.plans,
+            client=engine.client,
+            counters=engine.counters,
+            page_size=self.page_size,
+            publishes=engine.facts.publishes,
+            published_layers=engine.published_layers,
+            sender_id=engine.sender_id,
+            clock=time.monotonic,
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a map that is not published is a later miss."""
+        return False
+
+    # --- scheduler ---------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        """A request arrived."""
+        if self.map_scheduler is None:
+            return
+        salt = self.map_scheduler.add(request, plain_text=compat.is_plain_text(request))
+        if salt is not None:
+            compat.set_cache_salt(request, salt)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Never any tokens; None while the look-up of this request's maps is under way."""
+        if self.map_scheduler is None or self.map_scheduler.ready(request.request_id, num_computed_tokens):
+            return 0, False
+        return None, False
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Nothing to load into blocks."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Orders for the step that was just scheduled."""
+        if self.map_scheduler is None:
+            return StepOrders()
+        steps = self.map_scheduler.plan_step(compat.scheduled_rows(scheduler_output))
+        return StepOrders(steps=steps, ended=tuple(scheduler_output.finished_req_ids))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Reports of the workers."""
+        reports = connector_output.kv_connector_worker_meta
+        if self.map_scheduler is not None and isinstance(reports, StepReports):
+            self.map_scheduler.take_reports(reports.reports)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The request ended, or was cancelled; its blocks may be freed at once."""
+        return False, self.map_scheduler.finish(request.request_id) if self.map_scheduler is not None else None
+
+    # --- worker ------------------------------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.map_worker is not None and isinstance(connector_metadata, StepOrders):
+            self.map_worker.begin_step(connector_metadata.steps, connector_metadata.ended)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Maps are read by the first attention layer that needs them."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded in the background."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """The attention backend captures; KV is not saved."""
+
+    def wait_for_save(self) -> None:
+        """A step ends."""
+        if self.map_worker is not None:
+            self._reports = self.map_worker.end_step()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the step reused."""
+        reports, self._reports = self._reports, {}
+        return StepReports(reports) if reports else None
+
+    def shutdown(self) -> None:
+        """Publish what is queued, within a second, and leave the daemon."""
+        if self._publisher is not None:
+            self._publisher.close(1.0)
+        if self._engine is not None:
+            self._engine.client.close()

@@ -1,0 +1,294 @@
+"""The scheduler's side of the plugin: look-ups when requests arrive, and orders for the workers.
+
+Runs inside vLLM's scheduler and never blocks it: the daemon is asked through futures, with a deadline after which the
+request is computed in full. It never touches tensors, and reads a request only through the few attributes named here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Protocol
+
+from mapflow.connector.client import Client
+from mapflow.connector.counters import Counters
+from mapflow.connector.messages import Hit, LookupResult, Want
+from mapflow.connector.namespace import Namespace
+from mapflow.connector.plan import Plan
+from mapflow.connector.reasons import Unavailable
+from mapflow.connector.vllm.config import ConnectorConfig
+from mapflow.connector.vllm.messages import CapturedChunk, MappedChunk, RequestStep, ReuseReport, ScheduledRows
+from mapflow.connector.vllm.request_state import Fate, RequestParams, RequestState, choose_plan
+
+logger = logging.getLogger(__name__)
+
+_EXACT_KEYS = 1 << 16
+_LEASE_MARGIN = 0.3  # of its life a lease is not used any more, for the sake of a step that runs late
+
+
+class PromptRequest(Protocol):
+    """What this room reads of vLLM's `Request`."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, object] | None
+    cache_salt: str | None
+
+
+class MapScheduler:
+    """Decides, request by request and step by step, what is reused and what is published."""
+
+    def __init__(
+        self,
+        *,
+        config: ConnectorConfig,
+        namespace: Namespace,
+        plans: Sequence[Plan],
+        client: Client,
+        counters: Counters,
+        page_size: int,
+        publishes: bool,
+        published_layers: Callable[[], tuple[str, tuple[int, ...]]],
+        sender_id: Callable[[Plan], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._namespace = namespace
+        self._plans = plans
+        self._client = client
+        self._counters = counters
+        self._page_size = page_size
+        self._reuses = bool(plans)
+        self._publishes = publishes
+        self._published_layers = published_layers
+        self._sender_id = sender_id
+        self._clock = clock
+        self._requests: dict[str, RequestState] = {}
+        self._lookups: dict[str, tuple[Future[LookupResult], range, float]] = {}
+        self._probes: dict[str, Future[LookupResult]] = {}
+        self._exact: OrderedDict[bytes, None] = OrderedDict()
+
+    # --- arrival -----------------------------------------------------------------------------------------------------
+
+    def add(self, request: PromptRequest, *, plain_text: bool) -> str | None:
+        """Take in a new request; returns the salt that keeps its KV apart from exact KV, or None to leave it alone.
+
+        Args:
+            request: the request as vLLM made it.
+            plain_text: False for prompts of embeddings, images or LoRA adapters, which are left alone.
+        """
+        params, complaint = RequestParams.parse(request.kv_transfer_params)
+        if complaint:
+            logger.warning("mapflow: request %s: %s; it gets exact results", request.request_id, complaint)
+        plan_index, fate = choose_plan(params, self._plans)
+        if fate is Fate.UNKNOWN_PLAN:
+            known = ", ".join(plan.name for plan in self._plans)
+            logger.warning("mapflow: request %s: no plan %r; loaded are %s", request.request_id, params.plan, known)
+        tokens = request.prompt_token_ids
+        if not plain_text or tokens is None:
+            plan_index, fate, tokens = None, Fate.UNSUPPORTED_INPUT, []
+        elif request.num_prompt_tokens <= self._namespace.chunk_tokens:
+            fate = Fate.TOO_SHORT if fate is Fate.REUSE else fate
+        state = RequestState(
+            request_id=request.request_id,
+            num_prompt=request.num_prompt_tokens,
+            keys=self._salted(request.cache_salt).chunk_keys(tokens),
+            chunk_tokens=self._namespace.chunk_tokens,
+            block=self._namespace.block,
+            fate=fate,
+            plan_index=plan_index,
+            wants_report=params.report,
+        )
+        self._requests[request.request_id] = state
+        if self._reuses and fate is not Fate.REUSE:
+            self._counters.add("request_not_reused", fate)
+        if self._publishes and state.keys and fate is not Fate.UNSUPPORTED_INPUT:
+            self._probe(state)
+        if plan_index is None:
+            return None
+        return f"{request.cache_salt or ''}|mapflow:{self._plans[plan_index].digest}"
+
+    def _salted(self, cache_salt: str | None) -> Namespace:
+        if not cache_salt:
+            return self._namespace
+        return replace(self._namespace, tenant=f"{self._namespace.tenant}/{cache_salt}")
+
+    def _probe(self, state: RequestState) -> None:
+        """Ask which chunks are published already, so that they are not captured again."""
+        state.captured_from = 0
+        model, layers = self._published_layers()
+        if layers:
+            self._probes[state.request_id] = self._client.lookup(state.keys, [Want(model=model, layers=layers)], 0.0)
+
+    # --- look-up -----------------------------------------------------------------------------------------------------
+
+    def ready(self, request_id: str, num_computed: int) -> bool:
+        """Whether a waiting request may be scheduled now; False asks the scheduler to come back in its next step.
+
+        Called any number of times for one request, and again after a preemption.
+        """
+        state = self._requests.get(request_id)
+        if state is None or state.fate is not Fate.REUSE or state.plan_index is None:
+            return True
+        plan = self._plans[state.plan_index]
+        if not plan.map_layers:
+            state.order = state.static_order()
+            return True
+        if state.looked_up_from != num_computed and request_id not in self._lookups:
+            self._start_lookup(state, plan, num_computed)
+        return self._take_lookup(state)
+
+    def _start_lookup(self, state: RequestState, plan: Plan, num_computed: int) -> None:
+        self._drop_lease(state)
+        state.order, state.looked_up_from = None, num_computed
+        chunks = state.chunks_to_look_up(num_computed)
+        if not chunks:
+            return
+        want = Want(model=self._sender_id(plan), layers=plan.map_layers)
+        future = self._client.lookup(state.keys[chunks.start : chunks.stop], [want], self._config.lease_s)
+        self._lookups[state.request_id] = (future, chunks, self._clock() + self._config.lookup_deadline_s)
+
+    def _take_lookup(self, state: RequestState) -> bool:
+        pending = self._lookups.get(state.request_id)
+        if pending is None:
+            return True
+        future, chunks, deadline = pending
+        if not future.done():
+            if self._clock() < deadline:
+                return False
+            self._counters.add("lookup_failed", "deadline")
+            self._abandon(state.request_id)
+            return True
+        del self._lookups[state.request_id]
+        try:
+            result = future.result()
+        except Unavailable as error:
+            self._counters.add("lookup_failed", error.reason)
+            return True
+        self._use_result(state, result, chunks)
+        return True
+
+    def _use_result(self, state: RequestState, result: LookupResult, chunks: range) -> None:
+        state.lease = result.lease
+        hit = max((h for h in result.hits if h.producer.endswith("/tp0of1")), key=lambda h: h.num_chunks, default=None)
+        self._counters.add("lookup_chunks", "asked", len(chunks))
+        self._counters.add("lookup_chunks", "hit", hit.num_chunks if hit else 0)
+        if hit is None:
+            self._counters.add("request_not_reused", "sharded_producer" if result.hits else "miss")
+            self._drop_lease(state)
+            return
+        state.order = state.mapped_order(self._mapped(state, hit, chunks), hit.producer)
+
+    @staticmethod
+    def _mapped(state: RequestState, hit: Hit, chunks: range) -> list[MappedChunk]:
+        return [
+            MappedChunk(
+                index=chunks.start + number,
+                key=state.keys[chunks.start + number],
+                extents=extents,
+            )
+            for number, extents in enumerate(hit.extents[: hit.num_chunks])
+        ]
+
+    def _abandon(self, request_id: str) -> None:
+        """Forget a look-up; the client releases a lease that it still brings."""
+        future, _, _ = self._lookups.pop(request_id)
+        if not future.cancel() and future.exception() is None and (lease := future.result().lease) is not None:
+            self._client.release([lease])
+
+    def _drop_lease(self, state: RequestState) -> None:
+        if state.lease is not None:
+            self._client.release([state.lease])
+            state.lease = None
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def plan_step(self, rows: Iterable[ScheduledRows]) -> tuple[RequestStep, ...]:
+        """Orders for the workers: one `RequestStep` for each scheduled request with prompt rows in this step."""
+        return tuple(step for row in rows if (step := self._plan_request(row)) is not None)
+
+    def _plan_request(self, rows: ScheduledRows) -> RequestStep | None:
+        state = self._requests.get(rows.request_id)
+        if state is None:
+            return None
+        if rows.restarted:
+            state.pages.clear()
+            self._set_capture(state, rows.num_computed)
+        state.pages.extend(rows.pages)
+        begin, end = rows.num_computed, rows.num_computed + rows.num_scheduled
+        if begin >= state.num_prompt:
+            if (
+                state.lease is not None and begin >= state.num_prompt + 2
+            ):  # two steps on, the last step with maps has run
+                self._drop_lease(state)
+                state.order, state.looked_up_from = None, None
+            return None
+        if state.lease is not None and self._clock() > state.lease.expires_at - _LEASE_MARGIN * self._config.lease_s:
+            self._counters.add("request_not_reused", "lease_expired")
+            self._drop_lease(state)
+            state.order = None
+        last = (end - 1) // self._page_size
+        if last >= len(state.pages):
+            self._counters.add("request_not_reused", "unknown_pages")
+            return None
+        prompt_end = min(end, state.num_prompt)
+        step = RequestStep(
+            request_id=state.request_id,
+            row_begin=begin,
+            row_end=end,
+            num_prompt=state.num_prompt,
+            last_page=state.pages[last],
+            reuse=state.order_for_rows(begin, prompt_end),
+            capture=state.chunks_to_capture(begin, prompt_end),
+        )
+        self._remember_exact(step.capture)
+        return step if step.reuse or step.capture else None
+
+    def _set_capture(self, state: RequestState, num_computed: int) -> None:
+        """Once per (re)start: what is published already, and up to where this request's rows are exact."""
+        probe = self._probes.pop(state.request_id, None)
+        if probe is not None and probe.done() and probe.exception() is None:
+            runs = [hit.num_chunks for hit in probe.result().hits]
+            state.captured_from = max(runs, default=0)
+        if not (self._reuses and self._publishes) or state.plan_index is None:
+            return  # this request's KV is exact: it lives among exact KV only
+        cached = -(-num_computed // state.chunk_tokens)
+        prefix_is_exact = cached <= len(state.keys) and all(key in self._exact for key in state.keys[:cached])
+        begin = state.order.row_begin if state.order is not None else None
+        state.capture_limit = begin if prefix_is_exact else 0
+
+    def _remember_exact(self, captured: Iterable[CapturedChunk]) -> None:
+        if self._reuses and self._publishes:
+            for chunk in captured:
+                self._exact[chunk.key] = None
+            while len(self._exact) > _EXACT_KEYS:
+                self._exact.popitem(last=False)
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    def take_reports(self, reports: dict[str, ReuseReport]) -> None:
+        """Add what the workers reported for requests of the last step."""
+        for request_id, report in reports.items():
+            self._counters.add("rows", "reused", report.reused_rows)
+            for reason, count in report.reasons.items():
+                self._counters.add("layer_not_reused", reason, count)
+            if request_id in self._requests:
+                self._requests[request_id].report.merge(report)
+
+    def finish(self, request_id: str) -> dict[str, object] | None:
+        """Forget a request, release what it holds; its report if it asked for one."""
+        state = self._requests.pop(request_id, None)
+        if state is None:
+            return None
+        if request_id in self._lookups:
+            self._abandon(request_id)
+        self._probes.pop(request_id, None)
+        self._drop_lease(state)
+        if not state.wants_report:
+            return None
+        plan = None if state.plan_index is None else self._plans[state.plan_index].name
+        return {"mapflow": {"fate": state.fate.value, "plan": plan, **state.report.as_dict()}}
