@@ -1,0 +1,138 @@
+"""What a calibration run is asked to do, checked before anything is loaded.
+
+Values only: no file is opened here, no model and no tokenizer is known. Other modules report what is wrong with files
+and models through the one exception defined here, whose message is a single line that names the value and the way out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from mapflow.connector.plan import Mode
+
+BLOCKS = (64, 128)
+DTYPES = ("float32", "bfloat16", "float16")
+TILE_DTYPES = ("e4m3", "bf16")
+PLAN_SUFFIX = ".safetensors"
+_NOT_IN_DIGEST = ("out", "device")
+
+
+class CalibrationError(ValueError):
+    """Calibration cannot go on; the message is one line that names what is wrong and the way out."""
+
+
+def first_line(error: BaseException) -> str:
+    """Another library's message as far as its first line end, to quote in a message of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationConfig:
+    """One run of `mapflow calibrate`.
+
+    Attributes:
+        sender: directory of the model whose maps are published.
+        receiver: directory of the model that reuses them.
+        texts: a `.jsonl` with a "text" or a "messages" field a line, or one `.txt`.
+        out: the plan to write; its stem is the plan's name.
+        mode: guide or translate, for every layer that reuses.
+        first_layer: first receiver layer that reuses; the ones below compute. None: a sixth of the depth, 1 to 3.
+        top_p: probability mass kept in each block row, in (0, 1].
+        sink_blocks: leading column blocks that guide always keeps.
+        local_blocks: column blocks up to the diagonal that guide always keeps.
+        heads_per_head: sender heads combined into each receiver head by translate; None: all of them.
+        tile_dtype: storage of translate's tiles, e4m3 or bf16.
+        chunk_tokens: tokens a chunk, a multiple of `block`.
+        block: tokens along one side of a block, 64 or 128.
+        max_tokens: a document's tokens beyond these are cut off.
+        row_fraction: share of token rows, chosen at random, that enter the normal equations, in (0, 1].
+        seed: seed of that choice.
+        device: torch device that runs both models.
+        dtype: dtype of both models' weights; None: float32 on a CPU, bfloat16 elsewhere.
+    """
+
+    sender: Path
+    receiver: Path
+    texts: Path
+    out: Path
+    mode: Mode = Mode.GUIDE
+    first_layer: int | None = None
+    top_p: float = 0.9
+    sink_blocks: int = 1
+    local_blocks: int = 2
+    heads_per_head: int | None = None
+    tile_dtype: str = "e4m3"
+    chunk_tokens: int = 512
+    block: int = 64
+    max_tokens: int = 2048
+    row_fraction: float = 1.0
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value that can be checked without files.
+
+        Raises:
+            CalibrationError: the first value that cannot be used.
+        """
+        if self.mode not in (Mode.GUIDE, Mode.TRANSLATE):
+            raise CalibrationError(f"mode must be guide or translate, got {self.mode}")
+        if self.out.suffix != PLAN_SUFFIX:
+            raise CalibrationError(f"the plan file must end in {PLAN_SUFFIX}, got {self.out}")
+        if self.block not in BLOCKS:
+            raise CalibrationError(f"block must be 64 or 128 tokens, got {self.block}")
+        if self.chunk_tokens <= 0 or self.chunk_tokens % self.block:
+            raise CalibrationError(
+                f"chunk_tokens must be a positive multiple of the block ({self.block}), got {self.chunk_tokens}"
+            )
+        if self.max_tokens < self.block:
+            raise CalibrationError(f"max_tokens must be at least one block ({self.block}), got {self.max_tokens}")
+        if self.tile_dtype not in TILE_DTYPES:
+            raise CalibrationError(f"tile_dtype must be e4m3 or bf16, got {self.tile_dtype}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise CalibrationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        for name in ("top_p", "row_fraction"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise CalibrationError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        for name, least in (("first_layer", 0), ("sink_blocks", 0), ("local_blocks", 1), ("heads_per_head", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise CalibrationError(f"{name} must be at least {least}, got {value}")
+        if self.mode is Mode.GUIDE and self.heads_per_head is not None:
+            raise CalibrationError("heads_per_head is for translate; guide combines the masses of every sender head")
+
+    @property
+    def model_dtype(self) -> str:
+        """Name of the torch dtype that the models run in."""
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where an interrupted run keeps its normal equations: `NAME.partial.safetensors` beside the plan."""
+        return self.out.with_name(f"{self.out.stem}.partial{PLAN_SUFFIX}")
+
+    @property
+    def min_tokens(self) -> int:
+        """Calibration tokens below which a fit would mean nothing: four chunks."""
+        return 4 * self.chunk_tokens
+
+    def resolve_first_layer(self, num_layers: int) -> int:
+        """First receiver layer that reuses, given the receiver's depth.
+
+        Raises:
+            CalibrationError: no layer would be left to reuse anything.
+        """
+        first = max(1, min(3, num_layers // 6)) if self.first_layer is None else self.first_layer
+        if first >= num_layers:
+            raise CalibrationError(
+                f"first_layer {first} leaves no layer to reuse: the receiver has {num_layers} layers"
+            )
+        return first
+
+    def digest(self, *facts: str) -> str:
+        """Hash of this configuration and of `facts` (what the files hold): equal means that a run may be resumed."""
+        lines = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in _NOT_IN_DIGEST]
+        return hashlib.sha256("\0".join([*lines, f"model_dtype={self.model_dtype}", *facts]).encode()).hexdigest()

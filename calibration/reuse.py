@@ -1,0 +1,160 @@
+"""Simulates a plan inside a receiver that runs under transformers: what reuse does to quality, not to speed.
+
+Masks, masses and tiles come from the same kernels that serve requests, in the precision in which they are stored;
+attention itself is dense arithmetic on a few rows at a time. Requests, caches and engines are unknown here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mapflow.calibration.attention import AttentionCall
+from mapflow.connector.plan import LayerPlan, Mode, Plan
+from mapflow.kernels.attention_map import decode_mass, encode_mass
+from mapflow.kernels.mask import guide_mask, mask_density, static_mask
+from mapflow.kernels.tile_codec import decode_tiles, encode_tiles
+from mapflow.kernels.top_p import select_top_p
+
+_TILE_DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerRecord:
+    """One layer's attention over one document.
+
+    Attributes:
+        call: its queries, keys and values.
+        mass: f32 [num_heads, num_blocks, num_blocks], exact block masses of the rows that may be reused.
+    """
+
+    call: AttentionCall
+    mass: torch.Tensor
+
+
+class Recorder:
+    """Runs exact attention and keeps a `LayerRecord` of the wanted layers."""
+
+    def __init__(self, layers: frozenset[int], *, num_rows: int, block: int) -> None:
+        """Keep `layers`; measure masses of rows [0, num_rows), a multiple of `block`."""
+        self._layers = layers
+        self._num_rows = num_rows
+        self._block = block
+        self.records: dict[int, LayerRecord] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The exact output."""
+        if call.layer in self._layers:
+            mass = block_masses(call, num_rows=self._num_rows, block=self._block)
+            self.records[call.layer] = LayerRecord(call=call, mass=mass)
+        return call.output()
+
+
+def block_masses(call: AttentionCall, *, num_rows: int, block: int) -> torch.Tensor:
+    """Mean probability of each block of rows [0, num_rows): f32 [num_heads, num_blocks, num_blocks]."""
+    size = num_rows // block
+    mass = torch.zeros(call.num_heads, size, size, device=call.query.device)
+    for row in range(size):
+        maps = call.probabilities(_rows(call, row, block))  # [num_heads, block, (row + 1) * block]
+        mass[:, row, : row + 1] = maps.view(call.num_heads, block, row + 1, block).sum(3).mean(1)
+    return mass
+
+
+class ReuseAttention:
+    """Attends rows [0, num_rows) as a plan says, and the rows after them exactly."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sender: Mapping[int, LayerRecord],
+        *,
+        num_rows: int,
+        own: Mapping[int, LayerRecord] | None = None,
+    ) -> None:
+        """Prepare one document.
+
+        Args:
+            plan: says for each layer what to do.
+            sender: records of the sender layers that the plan reads.
+            num_rows: rows that reuse, a multiple of the plan's block.
+            own: the receiver's records of an exact run; guide layers then take their mask from its own masses in
+                place of the sender's: the oracle that guidance can at best reach.
+        """
+        self._plan = plan
+        self._sender = sender
+        self._num_rows = num_rows
+        self._own = own
+        self.densities: list[float] = []
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The layer's output, [num_heads, num_tokens, value_dim]."""
+        layer = self._plan.layers[call.layer]
+        output = call.output()
+        if layer.mode is Mode.COMPUTE or self._num_rows == 0:
+            return output
+        if layer.mode is Mode.TRANSLATE:
+            self._translate(call, layer, output)
+        else:
+            self._masked(call, self._mask(call, layer), output)
+        return output
+
+    def _mask(self, call: AttentionCall, layer: LayerPlan) -> torch.Tensor:
+        """bool [num_heads, num_blocks, num_blocks]."""
+        if layer.sender_layer is None:
+            return static_mask(
+                num_heads=call.num_heads,
+                first_block_row=0,
+                num_block_rows=self._num_rows // self._plan.block,
+                sink_blocks=layer.sink_blocks,
+                local_blocks=layer.local_blocks,
+                device=call.query.device,
+            )
+        if self._own is None:
+            mass, head_map = self._sender[layer.sender_layer].mass, self._plan.head_map[call.layer]
+        else:
+            mass, head_map = self._own[call.layer].mass, torch.eye(call.num_heads)
+        return guide_mask(
+            decode_mass(encode_mass(mass)),
+            head_map.to(mass.device),
+            layer.top_p,
+            first_block_row=0,
+            sink_blocks=layer.sink_blocks,
+            local_blocks=layer.local_blocks,
+        )
+
+    def _masked(self, call: AttentionCall, mask: torch.Tensor, output: torch.Tensor) -> None:
+        """Exact attention inside the mask, into `output`."""
+        block = self._plan.block
+        self.densities.append(mask_density(mask, first_block_row=0))
+        for row in range(mask.shape[1]):
+            rows = _rows(call, row, block)
+            kept = mask[:, row, : row + 1].repeat_interleave(block, 1)[:, None]  # [num_heads, 1, end]
+            _store(output, rows, call.probabilities(rows, kept), call)
+
+    def _translate(self, call: AttentionCall, layer: LayerPlan, output: torch.Tensor) -> None:
+        """The sender's kept tiles, combined, times the receiver's values, into `output`."""
+        assert layer.sender_layer is not None
+        block, record = self._plan.block, self._sender[layer.sender_layer]
+        index, weight = self._plan.head_index[call.layer].long(), self._plan.head_weight[call.layer]
+        combine = torch.zeros(call.num_heads, record.call.num_heads).scatter_add(1, index, weight)
+        combine = combine.to(record.mass.device)
+        kept = select_top_p(record.mass, layer.top_p, first_block_row=0)
+        self.densities.append(mask_density(kept[(combine != 0).any(0)], first_block_row=0))
+        for row in range(kept.shape[1]):
+            rows = _rows(call, row, block)
+            tiles = decode_tiles(encode_tiles(record.call.probabilities(rows), _TILE_DTYPES[self._plan.tile_dtype]))
+            tiles = tiles.float() * kept[:, row, : row + 1].repeat_interleave(block, 1)[:, None]
+            _store(output, rows, torch.einsum("is,src->irc", combine, tiles), call)
+
+
+def _rows(call: AttentionCall, block_row: int, block: int) -> torch.Tensor:
+    return torch.arange(block_row * block, (block_row + 1) * block, device=call.query.device)
+
+
+def _store(output: torch.Tensor, rows: torch.Tensor, maps: torch.Tensor, call: AttentionCall) -> None:
+    """Multiply maps, f32 [num_heads, num_rows, end], by the values and write the rows."""
+    values = call.value[:, : maps.shape[-1]].float()[:, None]  # [num_kv_heads, 1, end, value_dim]
+    result = maps.reshape(values.shape[0], call.group, len(rows), -1) @ values
+    output[:, rows] = result.flatten(0, 1).to(output.dtype)

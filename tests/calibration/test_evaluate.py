@@ -1,0 +1,104 @@
+"""Whole evaluations on real tiny models: equal to no reuse where they must be, ordered where the truth is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from mapflow.calibration.calibrate import calibrate  # noqa: E402
+from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
+from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer, main  # noqa: E402
+from mapflow.calibration.quality import compare  # noqa: E402
+from mapflow.connector.plan import Mode, Plan, with_top_p  # noqa: E402
+
+
+def plan_of(pair, folder: Path, **changes: object) -> Plan:
+    config = CalibrationConfig(
+        sender=pair.sender,
+        receiver=pair.receiver,
+        texts=pair.texts,
+        out=folder / f"{changes.get('mode', Mode.GUIDE)}.safetensors",
+        chunk_tokens=64,
+        first_layer=0,
+    )
+    return calibrate(replace(config, **changes))
+
+
+def evaluation(pair, texts: Path) -> EvaluationConfig:
+    return EvaluationConfig(sender=pair.sender, receiver=pair.receiver, texts=texts)
+
+
+def test_guide_that_keeps_everything_equals_no_reuse(pair, tmp_path: Path, texts_of) -> None:
+    plan = plan_of(pair, tmp_path, top_p=1.0)
+    (judged,) = evaluate(evaluation(pair, texts_of(330, 200, seed=9)), [plan])
+    for quality in (judged.reused, judged.oracle, judged.static):
+        assert quality is not None
+        assert abs(quality.prefix_kl) < 1e-6 and abs(quality.suffix_kl) < 1e-6
+        assert quality.prefix_top1 == quality.suffix_top1 == quality.density == 1.0
+
+
+def test_compute_everywhere_is_exact(pair, tmp_path: Path, texts_of) -> None:
+    (judged,) = evaluate(evaluation(pair, texts_of(330, seed=9)), [from_layer(plan_of(pair, tmp_path), 3)])
+    assert judged.reused.prefix_kl == judged.reused.suffix_kl == 0.0
+    assert judged.oracle is None
+
+
+def test_dropping_blocks_costs_quality_and_lowers_density(pair, tmp_path: Path, texts_of) -> None:
+    plan = plan_of(pair, tmp_path, local_blocks=1)
+    plans = [with_top_p(plan, 0.7), with_top_p(plan, 0.3)]
+    loose, tight = evaluate(evaluation(pair, texts_of(600, seed=9)), plans)
+    assert tight.reused.density < loose.reused.density < 1.0
+    assert tight.reused.prefix_kl > loose.reused.prefix_kl > 0.0
+    assert tight.static.density >= tight.reused.density
+
+
+def test_copied_heads_guide_as_well_as_the_receivers_own(copied_pair, tmp_path: Path, texts_of) -> None:
+    plan = plan_of(copied_pair.pair, tmp_path, top_p=0.6)
+    (judged,) = evaluate(evaluation(copied_pair.pair, texts_of(600, seed=9)), [plan])
+    assert judged.oracle is not None
+    assert judged.reused.density == pytest.approx(judged.oracle.density, abs=0.02)
+    assert 0.3 < judged.reused.density < 0.95
+
+
+def test_compare_against_a_loop_over_rows() -> None:
+    generator = torch.Generator().manual_seed(1)
+    exact, reused = (torch.randn(7, 11, generator=generator) for _ in range(2))
+    quality = compare(exact, reused, 4, 0.5)
+    kls = [
+        float(
+            torch.distributions.kl_divergence(
+                *(torch.distributions.Categorical(logits=x[row]) for x in (exact, reused))
+            )
+        )
+        for row in range(7)
+    ]
+    same = [int(exact[row].argmax()) == int(reused[row].argmax()) for row in range(7)]
+    assert quality.prefix_kl == pytest.approx(sum(kls[:4]) / 4, rel=1e-5)
+    assert quality.suffix_kl == pytest.approx(sum(kls[4:]) / 3, rel=1e-5)
+    assert (quality.prefix_top1, quality.suffix_top1) == (sum(same[:4]) / 4, pytest.approx(sum(same[4:]) / 3))
+
+
+def test_plans_of_other_models_and_short_texts_are_refused(pair, copied_pair, tmp_path: Path, texts_of) -> None:
+    plan = plan_of(pair, tmp_path)
+    with pytest.raises(CalibrationError, match=r"plan guide was made for sender@.* is sender@"):
+        evaluate(evaluation(copied_pair.pair, texts_of(330, seed=9)), [plan])
+    with pytest.raises(CalibrationError, match="holds no document of at least 128 tokens"):
+        evaluate(evaluation(pair, texts_of(100, seed=8)), [plan])
+
+
+def test_command_prints_a_row_for_every_setting(
+    pair, tmp_path: Path, texts_of, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_of(pair, tmp_path, mode=Mode.TRANSLATE, heads_per_head=2)
+    common = ["--sender", str(pair.sender), "--receiver", str(pair.receiver), "--texts", str(texts_of(200, seed=9))]
+    sweep = ["--top-p", "0.5", "0.9", "--first-layer", "1", "2"]
+    assert main([str(tmp_path / "translate.safetensors"), *common, *sweep]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("translate") >= 4 and printed.count("static") == 4
+    assert main([str(tmp_path / "absent.safetensors"), *common]) == 2
+    assert "absent.safetensors does not exist" in capsys.readouterr().err
