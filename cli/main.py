@@ -1,0 +1,180 @@
+"""The `mapflow` command. Each subcommand imports what it needs only when it runs, so that `serve` needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mapflow.v1.version import __version__
+
+app = typer.Typer(
+    name="mapflow",
+    help="Attention maps of one model speed up the prefill of another.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Endpoint = Annotated[str, typer.Option(help="unix:///path or host:port of the daemon.")]
+_DEFAULT_ENDPOINT = "unix:///run/mapflow/mapflow.sock"
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def fail(message: object) -> typer.Exit:
+    """One line on standard error, and exit status 2."""
+    print(f"mapflow: {message}", file=sys.stderr)
+    return typer.Exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"mapflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Attention maps of one model speed up the prefill of another."""
+
+
+@app.command()
+def serve(
+    endpoint: Endpoint = _DEFAULT_ENDPOINT,
+    arena: Annotated[str, typer.Option(help="Shared memory for attention maps, like 4GiB.")] = "1GiB",
+    metrics_host: Annotated[str, typer.Option(help="Address of the Prometheus port.")] = "127.0.0.1",
+    metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves no metrics.")] = 0,
+    session_timeout: Annotated[float, typer.Option(help="Silence that ends a session, in seconds.")] = 10.0,
+    max_lease: Annotated[float, typer.Option(help="Longest life of a lease, in seconds.")] = 60.0,
+    drain: Annotated[float, typer.Option(help="Longest wait for readers and writers at the end, in seconds.")] = 10.0,
+    insecure_tcp: Annotated[bool, typer.Option(help="Allow an address that other hosts can reach.")] = False,
+    log_format: Annotated[str, typer.Option(help="json or console.")] = "console",
+) -> None:
+    """Run the cache daemon of this node."""
+    from mapflow.cache_service.config import Config, LogFormat, parse_endpoint, parse_size
+    from mapflow.cache_service.server import run
+
+    try:
+        config = Config(
+            endpoint=parse_endpoint(endpoint),
+            arena_bytes=parse_size(arena),
+            metrics_host=metrics_host,
+            metrics_port=metrics_port,
+            session_timeout_s=session_timeout,
+            max_lease_s=max_lease,
+            drain_s=drain,
+            insecure_tcp=insecure_tcp,
+            log_format=LogFormat(log_format),
+        )
+    except ValueError as error:
+        raise fail(error) from None
+    raise typer.Exit(run(config))
+
+
+@app.command()
+def status(endpoint: Endpoint = _DEFAULT_ENDPOINT) -> None:
+    """Show what the daemon of this node holds."""
+    from mapflow.cli.status import StatusError, print_status
+
+    try:
+        print_status(endpoint)
+    except StatusError as error:
+        raise fail(error) from None
+
+
+@app.command()
+def calibrate(
+    sender: Annotated[Path, typer.Option(help="Directory of the model whose maps are published.")],
+    receiver: Annotated[Path, typer.Option(help="Directory of the model that reuses them.")],
+    texts: Annotated[Path, typer.Option(help="Calibration texts: .jsonl with text or messages, or one .txt.")],
+    out: Annotated[Path, typer.Option(help="Plan to write, NAME.safetensors.")],
+    mode: Annotated[str, typer.Option(help="guide or translate.")] = "guide",
+    first_layer: Annotated[int | None, typer.Option(help="First receiver layer that reuses.")] = None,
+    top_p: Annotated[float, typer.Option(help="Probability mass kept in each block row.")] = 0.9,
+    sink_blocks: Annotated[int, typer.Option(help="Leading blocks that guide always keeps.")] = 1,
+    local_blocks: Annotated[int, typer.Option(help="Blocks up to the diagonal that guide always keeps.")] = 2,
+    heads_per_head: Annotated[int | None, typer.Option(help="Sender heads per receiver head (translate).")] = None,
+    tile_dtype: Annotated[str, typer.Option(help="Storage of translate's tiles: e4m3 or bf16.")] = "e4m3",
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens a chunk.")] = 512,
+    block: Annotated[int, typer.Option(help="Tokens along one side of a block: 64 or 128.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Tokens beyond these are cut off each document.")] = 2048,
+    row_fraction: Annotated[float, typer.Option(help="Share of token rows that enter the fit.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of rows.")] = 0,
+    device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+) -> None:
+    """Fit a plan for a pair of models. An interrupted run goes on where it stopped."""
+    from mapflow.calibration.config import CalibrationConfig, CalibrationError
+    from mapflow.cli.calibrate import run_calibration
+    from mapflow.connector.plan import Mode
+
+    try:
+        config = CalibrationConfig(
+            sender=sender,
+            receiver=receiver,
+            texts=texts,
+            out=out,
+            mode=Mode(mode),
+            first_layer=first_layer,
+            top_p=top_p,
+            sink_blocks=sink_blocks,
+            local_blocks=local_blocks,
+            heads_per_head=heads_per_head,
+            tile_dtype=tile_dtype,
+            chunk_tokens=chunk_tokens,
+            block=block,
+            max_tokens=max_tokens,
+            row_fraction=row_fraction,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+        )
+        run_calibration(config)
+    except (CalibrationError, ValueError) as error:
+        raise fail(error) from None
+
+
+@app.command()
+def inspect(plan: Annotated[Path, typer.Argument(help="Plan file, NAME.safetensors.")]) -> None:
+    """Print a plan: which layer reuses what, and how well it fitted."""
+    from rich.console import Console
+
+    from mapflow.calibration.inspect import plan_table
+    from mapflow.connector.plan import PlanError, load_plan
+
+    try:
+        Console().print(plan_table(load_plan(plan)))
+    except PlanError as error:
+        raise fail(error) from None
+
+
+@app.command()
+def demo(
+    pair: Annotated[Path, typer.Option(help="Directory with sender, receiver and plans.")] = Path("examples/pair"),
+    conversations: Annotated[Path, typer.Option(help="Conversations to play.")] = Path("examples/conversations.jsonl"),
+    out: Annotated[Path, typer.Option(help="Report to write.")] = Path("demo-report.json"),
+    logs: Annotated[Path, typer.Option(help="Folder for the logs of daemon and servers.")] = Path("demo-logs"),
+    max_conversations: Annotated[int, typer.Option(help="Conversations to play at most.")] = 3,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation to play at most.")] = 4,
+) -> None:
+    """Play conversations that alternate between two vLLM servers, and show what was reused and what it cost."""
+    from mapflow.cli.demo.play import DemoError, run_demo
+
+    try:
+        run_demo(pair, conversations, out, logs, max_conversations=max_conversations, max_turns=turns)
+    except DemoError as error:
+        raise fail(error) from None
+
+
+if __name__ == "__main__":
+    main()
