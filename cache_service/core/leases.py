@@ -17,7 +17,7 @@ from mapflow.cache_service.core.values import Extent
 @dataclass(frozen=True, slots=True)
 class _Lease:
     chunks: tuple[bytes, ...]
-    extents: frozenset[Extent]
+    extents: tuple[Extent, ...]
 
 
 class Leases:
@@ -32,7 +32,7 @@ class Leases:
 
     def grant(self, session_id: int, chunks: Sequence[bytes], extents: Iterable[Extent], expires_at: float) -> int:
         """Pin a prefix for a session; returns the id of the lease."""
-        lease = _Lease(tuple(chunks), frozenset(extents))
+        lease = _Lease(tuple(chunks), tuple(extents))
         self._pool.pin(lease.chunks)
         return self._leases.add(session_id, lease, expires_at)
 
@@ -45,9 +45,9 @@ class Leases:
         lease = self._leases.get(session_id, lease_id)
         if lease is None:
             raise NotFound(f"lease {lease_id} is not in force in session {session_id}; look up again")
-        for extent in extents:
-            if extent not in lease.extents:
-                raise NotFound(f"lease {lease_id} does not cover {extent.num_bytes} bytes at {extent.offset}")
+        if missing := set(extents).difference(lease.extents):
+            extent = min(missing, key=lambda extent: extent.offset)
+            raise NotFound(f"lease {lease_id} does not cover {extent.num_bytes} bytes at {extent.offset}")
 
     def release(self, session_id: int, lease_ids: Sequence[int]) -> None:
         """End leases; one that has ended already is no error.

@@ -1,0 +1,122 @@
+"""What the daemon is told at start, and how it answers what makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from mapflow.cache_service.__main__ import parse
+from mapflow.cache_service.config import Config, Endpoint, LogFormat, parse_endpoint, parse_size
+
+SOCKET = Endpoint(path="/run/mapflow/mapflow.sock")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1048576", 1 << 20),
+        ("64B", 64),
+        ("4GiB", 4 << 30),
+        ("4gib", 4 << 30),
+        ("512 MB", 512_000_000),
+        ("1.5KiB", 1536),
+        ("2TiB", 2 << 40),
+        (" 1kB ", 1000),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 G", "-1", "1e9", "4GiBs", "0x10", "1,5GiB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like 4GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("unix:///run/mapflow/mapflow.sock", SOCKET),
+        ("unix:/run/mapflow/mapflow.sock", SOCKET),
+        ("127.0.0.1:7070", Endpoint(host="127.0.0.1", port=7070)),
+        ("localhost:0", Endpoint(host="localhost", port=0)),
+        ("[::1]:7070", Endpoint(host="::1", port=7070)),
+    ],
+)
+def test_endpoints(text: str, expected: Endpoint) -> None:
+    assert parse_endpoint(text) == expected
+    assert parse_endpoint(str(expected)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "unix:", "unix://run/x.sock", "unix:///run/", "host", ":7070", "host:", "h:x", "h:70000", "http://h:1"]
+)
+def test_what_is_no_endpoint(text: str) -> None:
+    with pytest.raises(ValueError, match=r"like unix:///run/mapflow/mapflow\.sock"):
+        parse_endpoint(text)
+
+
+def test_a_socket_path_has_a_longest_length() -> None:
+    longest = "/" + "x" * 106
+    assert parse_endpoint(f"unix://{longest}") == Endpoint(path=longest)
+    with pytest.raises(ValueError, match="longer than 107 bytes"):
+        parse_endpoint(f"unix://{longest}x")
+
+
+@pytest.mark.parametrize(
+    ("host", "private"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("example.org", False),
+    ],
+)
+def test_addresses_that_others_can_reach_need_consent(host: str, private: bool) -> None:
+    endpoint = Endpoint(host=host, port=1)
+    assert endpoint.is_private == private
+    if not private:
+        with pytest.raises(ValueError, match="--insecure-tcp"):
+            Config(endpoint=endpoint, arena_bytes=64)
+    Config(endpoint=endpoint, arena_bytes=64, insecure_tcp=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (lambda: Config(endpoint=SOCKET, arena_bytes=63), "arena must have at least 64 bytes, got 63"),
+        (lambda: Config(endpoint=SOCKET, arena_bytes=64, metrics_port=-1), "metrics port"),
+        (lambda: Config(endpoint=SOCKET, arena_bytes=64, metrics_port=65536), "metrics port"),
+        (lambda: Config(endpoint=SOCKET, arena_bytes=64, session_timeout_s=0), "session_timeout_s"),
+        (lambda: Config(endpoint=SOCKET, arena_bytes=64, max_lease_s=float("nan")), "max_lease_s"),
+        (lambda: Config(endpoint=SOCKET, arena_bytes=64, reservation_timeout_s=float("inf")), "reservation_timeout_s"),
+        (lambda: Config(endpoint=SOCKET, arena_bytes=64, drain_s=-1), "drain_s"),
+        (lambda: Config(endpoint=SOCKET, arena_bytes=64, max_keys=0), "max_keys"),
+    ],
+)
+def test_values_that_make_no_sense(config: object, message: str) -> None:
+    assert callable(config)
+    with pytest.raises(ValueError, match=message):
+        config()
+
+
+def test_the_command_line() -> None:
+    arguments = "--endpoint 0.0.0.0:7070 --insecure-tcp --arena 2GiB --metrics-port 9 --drain 0 --log-format json"
+    config = parse(arguments.split())
+    assert config.endpoint == Endpoint(host="0.0.0.0", port=7070)
+    assert (config.arena_bytes, config.metrics_port, config.drain_s) == (2 << 30, 9, 0.0)
+    assert config.log_format is LogFormat.JSON
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--arena", "much"], ["--endpoint", "nowhere"], ["--endpoint", "0.0.0.0:1"], ["--drain", "-1"]]
+)
+def test_a_wrong_command_line_gets_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
