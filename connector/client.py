@@ -90,12 +90,11 @@ class Client:
         """End the session, which releases its leases, and unmap the arenas. Takes a second at most."""
         with self._lock:
             self._closing.set()
-            session, attempt = self._session, self._attempt
             self._down = Unavailable(Reason.CLOSED, "this client is closed")
             self._session = None
+            if self._attempt is not None:
+                self._attempt.end(self._down)
             self._changed.notify_all()
-        for open_session in {session, attempt} - {None}:
-            open_session.end(self._down)  # type: ignore[union-attr]
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
         self._arenas.close()
@@ -166,18 +165,13 @@ class Client:
         if not lease_ids:
             return
         request = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_ids=lease_ids)
-        try:
-            call = begin_call(session.stub.Release, request, self.config.transfer_deadline_s)
-        except Unavailable as error:
-            self._fail("release", error)
-            return
-        call.add_done_callback(self._released)
+        with contextlib.suppress(Unavailable), self._counted("release"):
+            call = begin_call(session, session.stub.Release, request, self.config.transfer_deadline_s)
+            call.add_done_callback(lambda done: self._released(session, done))
 
-    def _released(self, call: Any) -> None:
-        try:
-            finish_call(call)
-        except Unavailable as error:
-            self._fail("release", error)
+    def _released(self, session: Session, call: Any) -> None:
+        with contextlib.suppress(Unavailable), self._counted("release"):
+            finish_call(session, call)
 
     def check_lease(self, lease: Lease) -> None:
         """Make sure that a lease, of this client or of another process on this host, is still good.
@@ -293,7 +287,12 @@ class Client:
         pause_s = self.config.backoff_min_s
         while not self._closing.is_set():
             opened_at = time.monotonic()
-            if self._connect_once() and time.monotonic() - opened_at > _STEADY_S:
+            try:
+                was_open = self._connect_once()
+            except Exception as error:  # a bug of ours must not end the thread that would reconnect
+                _log.exception("the cache client's session failed")
+                was_open = self._set_down(Unavailable(Reason.INTERNAL, repr(error)))
+            if was_open and time.monotonic() - opened_at > _STEADY_S:
                 pause_s = self.config.backoff_min_s
             self._closing.wait(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self.config.backoff_max_s)
@@ -310,26 +309,31 @@ class Client:
                 session.open()
             except Unavailable as error:
                 self._arenas.close()  # a dead daemon's memory must not stand in the way of the next one's
-                self._set_down(error)
+                return self._set_down(error)
+            if not self._adopt(session):
                 return False
-            self._adopt(session)
-            self._drop(session, session.serve(self._on_peers))
+            why = Unavailable(Reason.INTERNAL, "the session failed")
+            try:
+                why = session.serve(self._on_peers)
+            finally:
+                self._drop(session, why)
             return True
         finally:
-            session.end(self._down)
+            session.close()
 
-    def _adopt(self, session: Session) -> None:
+    def _adopt(self, session: Session) -> bool:
         for refusal in self._arenas.adopt(session.boot_id, session.arenas if self.config.map_arenas else ()):
             self._fail("map", refusal)
         with self._lock:
             if self._closing.is_set():
-                return
+                return False
             if self._interests is not None:
                 session.send_interests(self._interests)
             self._session = session
             self._changed.notify_all()
         _log.info("connected to the cache at %s, boot %s", self.config.endpoint, session.boot_id.hex())
         self._emit(Connected(session.boot_id))
+        return True
 
     def _drop(self, session: Session, why: Unavailable) -> None:
         with self._lock:
@@ -339,10 +343,12 @@ class Client:
         self._set_down(why)
         self._emit(Disconnected(why.reason))
 
-    def _set_down(self, why: Unavailable) -> None:
+    def _set_down(self, why: Unavailable) -> bool:
+        """Remember why there is no session; returns False, for there is none."""
         if not self._closing.is_set():
             self._down = why
             self._fail("session", why)
+        return False
 
     def _on_peers(self, peers: Peers) -> None:
         if peers.malformed:

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from mapflow.connector.messages import Lease, LookupResult, Want
-from mapflow.connector.reasons import Reason, Unavailable, from_rpc_error
+from mapflow.connector.reasons import Reason, Unavailable
 from mapflow.connector.session import Session
 from mapflow.v1 import cache_pb2
 
@@ -50,25 +50,25 @@ class Lookup:
             self._send(session(), future)
         except Unavailable as error:
             self._refuse(future, error)
+        except (TypeError, ValueError) as error:  # a value that no message can carry
+            self._refuse(future, Unavailable(Reason.PROTOCOL, str(error)))
         return future
 
     def _send(self, session: Session, future: Future[LookupResult]) -> None:
         lease_s = min(self.lease_s, session.limits.max_lease_s)
         keys = self.keys[: session.limits.max_keys]
-        packed = b"".join(keys)
-        if not keys or len(packed) != len(keys) * self.key_bytes:
-            raise Unavailable(
-                Reason.PROTOCOL, f"{len(keys)} keys of {len(packed)} bytes in all, not {self.key_bytes} bytes each"
-            )
+        sizes = {len(key) for key in keys}
+        if sizes != {self.key_bytes}:
+            raise Unavailable(Reason.PROTOCOL, f"{len(keys)} keys of {sorted(sizes)} bytes, not {self.key_bytes}")
         request = cache_pb2.LookupRequest(
             session_id=session.session_id,
-            keys=packed,
+            keys=b"".join(keys),
             key_bytes=self.key_bytes,
             wants=[cache_pb2.Want(kind=want.kind.value, model=want.model, layers=want.layers) for want in self.wants],
             lease_s=lease_s,
         )
         expires_at = time.monotonic() + lease_s
-        call = begin_call(session.stub.Lookup, request, self.deadline_s)
+        call = begin_call(session, session.stub.Lookup, request, self.deadline_s)
         call.add_done_callback(lambda done: self._finish(session, done, len(keys), expires_at, future))
 
     def _finish(
@@ -76,7 +76,7 @@ class Lookup:
     ) -> None:
         lease = None
         try:
-            response: cache_pb2.LookupResponse = finish_call(call)
+            response: cache_pb2.LookupResponse = finish_call(session, call)
             if response.lease_id:
                 lease = Lease(
                     boot_id=session.boot_id,
@@ -85,7 +85,7 @@ class Lookup:
                     expires_at=expires_at,
                 )
             if not self.is_current(session):
-                raise Unavailable(Reason.SESSION_LOST, "the session ended while the lookup ran")
+                raise _again(session.failure(ConnectionError("the session ended while the lookup ran")))
             result = LookupResult.from_proto(response, self.wants, num_keys, session.boot_id, lease)
         except Unavailable as error:
             if error.reason is Reason.SESSION_LOST:
@@ -107,19 +107,19 @@ class Lookup:
             future.set_exception(error)
 
 
-def begin_call(method: Any, request: Any, deadline_s: float) -> Any:
+def begin_call(session: Session, method: Any, request: Any, deadline_s: float) -> Any:
     """Start a call; returns its grpc future.
 
     Raises:
-        Unavailable: the session is closed.
+        Unavailable: the session is over.
     """
     try:
         return method.future(request, timeout=deadline_s)
     except ValueError as error:  # the channel was closed under us
-        raise Unavailable(Reason.SESSION_LOST, "the session is over") from error
+        raise _again(session.failure(error)) from error
 
 
-def finish_call(call: Any) -> Any:
+def finish_call(session: Session, call: Any) -> Any:
     """The response of a call that is done.
 
     Raises:
@@ -127,7 +127,9 @@ def finish_call(call: Any) -> Any:
     """
     try:
         return call.result()
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
-    except grpc.FutureCancelledError as error:
-        raise Unavailable(Reason.SESSION_LOST, "the session is over") from error
+    except (grpc.RpcError, grpc.FutureCancelledError) as error:
+        raise _again(session.failure(error)) from error
+
+
+def _again(error: Unavailable) -> Unavailable:
+    return Unavailable(error.reason, error.detail)

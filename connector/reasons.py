@@ -26,6 +26,8 @@ class Reason(StrEnum):
     """The daemon ended the session that the lease or reservation belonged to."""
     LEASE_EXPIRED = "lease_expired"
     """The lease ran out before its bytes were read."""
+    RESERVATION_EXPIRED = "reservation_expired"
+    """The room was taken back before it was written and committed."""
     FULL = "full"
     """The arena has no room even after eviction."""
     NO_SHARED_MEMORY = "no_shared_memory"
@@ -78,6 +80,6 @@ def from_rpc_error(error: grpc.RpcError) -> Unavailable:
     """Translate the status of a failed call; the only place that does."""
     code, detail = error.code(), error.details() or "no details"
     reason = _BY_STATUS.get(code, Reason.INTERNAL)
-    if code is grpc.StatusCode.UNAVAILABLE and "drain" in detail:
+    if code is grpc.StatusCode.UNAVAILABLE and "shutting down" in detail:  # the daemon's words, not gRPC's
         reason = Reason.DRAINING
     return Unavailable(reason, detail)

@@ -31,6 +31,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),  # a retry could reach another boot
     ("grpc.max_receive_message_length", 64 << 20),
 )
+_Message = cache_pb2.HandshakeResponse | cache_pb2.SessionResponse | Unavailable
 _HEARTBEAT = cache_pb2.SessionRequest(heartbeat=cache_pb2.Heartbeat())
 
 
@@ -85,9 +86,10 @@ class Session:
         if config.producer is not None:
             self._opening.producer.id = config.producer.id
             self._opening.producer.model = config.producer.model
-        self._inbox: queue.SimpleQueue[cache_pb2.SessionResponse | Unavailable] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._unanswered: deque[float] = deque()
+        self._ended: Unavailable | None = None
         self.stub: Any = CacheStub(self._channel)  # type: ignore[no-untyped-call]
         self.boot_id = b""
         self.session_id = 0
@@ -101,16 +103,7 @@ class Session:
         Raises:
             Unavailable: no daemon, no answer in time, or one that we cannot work with.
         """
-        try:
-            request = cache_pb2.HandshakeRequest(format_versions=[FORMAT_VERSION])
-            handshake: cache_pb2.HandshakeResponse = self.stub.Handshake(request, timeout=self._deadline_s)
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error)
-            if failure.reason is Reason.SESSION_LOST:  # FAILED_PRECONDITION: there is no session yet
-                failure = Unavailable(Reason.VERSION_SKEW, failure.detail)
-            raise failure from error
-        except ValueError as error:  # the channel was closed under us
-            raise Unavailable(Reason.CLOSED, "closed while connecting") from error
+        handshake = self._shake_hands()
         self.limits = Limits.from_proto(handshake)
         self.boot_id = handshake.boot_id
         self.arenas = tuple(handshake.arenas)
@@ -120,7 +113,7 @@ class Session:
         answer = self._next(self._deadline_s)
         if isinstance(answer, Unavailable):
             raise answer
-        if answer is None:
+        if not isinstance(answer, cache_pb2.SessionResponse):
             raise Unavailable(Reason.DEADLINE, f"the daemon did not open a session within {self._deadline_s} s")
         if answer.WhichOneof("message") != "opened":
             raise Unavailable(Reason.PROTOCOL, f"the daemon opened a session with {answer.WhichOneof('message')!r}")
@@ -144,7 +137,7 @@ class Session:
             answer = self._next(min(next_beat, self.alive_until) - now)
             if isinstance(answer, Unavailable):
                 return answer
-            if answer is None:
+            if not isinstance(answer, cache_pb2.SessionResponse):
                 continue
             match answer.WhichOneof("message"):
                 case "heartbeat" if self._unanswered:
@@ -159,13 +152,44 @@ class Session:
         message = cache_pb2.InterestSet(interests=[interest.to_proto() for interest in interests])
         self._outbox.put(cache_pb2.SessionRequest(interests=message))
 
+    def failure(self, error: Exception) -> Unavailable:
+        """Why a call in this session failed: its own status, or what ended the session under it."""
+        if isinstance(error, grpc.RpcError):
+            cancelled = error.code() is grpc.StatusCode.CANCELLED
+            return self._ended if cancelled and self._ended is not None else from_rpc_error(error)
+        return self._ended or Unavailable(Reason.SESSION_LOST, str(error))  # a call on a closed channel
+
     def end(self, why: Unavailable) -> None:
-        """Cancel everything in flight and let `open` or `serve` return `why`. From any thread, any number of times."""
+        """Let `open` or `serve` return `why`. From any thread, gRPC's own too, any number of times; never blocks."""
+        self._ended = self._ended or why
         self._inbox.put(why)
+
+    def close(self) -> None:
+        """Cancel everything in flight. Waits for gRPC's threads, so never call it on one of them: they would wait."""
         self._outbox.put(None)
         self._channel.close()
 
-    def _next(self, timeout_s: float) -> cache_pb2.SessionResponse | Unavailable | None:
+    def _shake_hands(self) -> cache_pb2.HandshakeResponse:
+        request = cache_pb2.HandshakeRequest(format_versions=[FORMAT_VERSION])
+        call = self.stub.Handshake.future(request, timeout=self._deadline_s)
+        call.add_done_callback(self._shaken)
+        answer = self._next(2 * self._deadline_s)
+        if isinstance(answer, Unavailable):
+            raise answer
+        if not isinstance(answer, cache_pb2.HandshakeResponse):
+            raise Unavailable(Reason.DEADLINE, f"the daemon did not shake hands within {self._deadline_s} s")
+        return answer
+
+    def _shaken(self, call: Any) -> None:
+        try:
+            self._inbox.put(call.result())
+        except (grpc.RpcError, grpc.FutureCancelledError) as error:
+            failure = self.failure(error)
+            if failure.reason is Reason.SESSION_LOST:  # FAILED_PRECONDITION: there is no session yet
+                failure = Unavailable(Reason.VERSION_SKEW, failure.detail)
+            self._inbox.put(failure)
+
+    def _next(self, timeout_s: float) -> _Message | None:
         with contextlib.suppress(queue.Empty):
             return self._inbox.get(timeout=max(0.0, timeout_s))
         return None
@@ -176,10 +200,8 @@ class Session:
             for response in stream:
                 self._inbox.put(response)
             self._inbox.put(Unavailable(Reason.SESSION_LOST, "the daemon ended the session"))
-        except grpc.RpcError as error:
-            self._inbox.put(from_rpc_error(error))
-        except ValueError:  # the channel was closed under us
-            self._inbox.put(Unavailable(Reason.CLOSED, "closed while connecting"))
+        except (grpc.RpcError, ValueError) as error:
+            self._inbox.put(self.failure(error))
 
     def _requests(self) -> Iterator[cache_pb2.SessionRequest]:
         while (request := self._outbox.get()) is not None:

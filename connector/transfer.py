@@ -24,11 +24,13 @@ from mapflow.connector.messages import (
     Reservation,
     ReservationState,
 )
-from mapflow.connector.reasons import Reason, Unavailable, from_rpc_error
+from mapflow.connector.reasons import Reason, Unavailable
 from mapflow.connector.session import Session
 from mapflow.v1 import cache_pb2
 
 _PIECE_BYTES = 1 << 20  # below gRPC's default limit of 4 MiB a message
+_WRITE_WITHIN_S = 10.0  # the daemon takes room back that is not committed in time; never write near that time
+_BATCH_BYTES = 256 << 20  # of a Reserve, so that its room is written long before
 
 
 def read(
@@ -63,7 +65,7 @@ def reserve(
         producer=producer,
         entries=[entry.to_proto() for entry in entries],
     )
-    response: cache_pb2.ReserveResponse = _call(session.stub.Reserve, request, deadline_s)
+    response: cache_pb2.ReserveResponse = _call(session, session.stub.Reserve, request, deadline_s)
     if len(response.reservations) != len(entries):
         raise Unavailable(Reason.PROTOCOL, f"{len(response.reservations)} reservations for {len(entries)} entries")
     answers = []
@@ -95,7 +97,7 @@ def commit(session: Session, reservations: Sequence[Reservation], deadline_s: fl
     reservation_ids = [reservation.reservation_id for reservation in reservations]
     if reservation_ids:
         request = cache_pb2.CommitRequest(session_id=session.session_id, reservation_ids=reservation_ids)
-        _call(session.stub.Commit, request, deadline_s)
+        _call(session, session.stub.Commit, request, deadline_s, gone=Reason.RESERVATION_EXPIRED)
 
 
 def abort(session: Session, reservations: Sequence[Reservation], deadline_s: float) -> None:
@@ -112,7 +114,7 @@ def abort(session: Session, reservations: Sequence[Reservation], deadline_s: flo
     ]
     if reservation_ids:
         request = cache_pb2.AbortRequest(session_id=session.session_id, reservation_ids=reservation_ids)
-        _call(session.stub.Abort, request, deadline_s)
+        _call(session, session.stub.Abort, request, deadline_s)
 
 
 def publish(
@@ -129,10 +131,8 @@ def publish(
     fitting = [blob for blob in blobs if blob.num_bytes <= session.limits.max_blob_bytes]
     counts = dict.fromkeys(ReservationState, 0)
     counts[ReservationState.NO_ROOM] = len(blobs) - len(fitting)
-    batch = session.limits.max_keys
     mappable = bool(session.arenas) and all(arenas.get(session.boot_id, arena.id) for arena in session.arenas)
-    for start in range(0, len(fitting), batch):
-        part = fitting[start : start + batch]
+    for part in _batches(fitting, session.limits.max_keys):
         if mappable:
             states = _publish_in_place(session, arenas, kind, producer, part, deadline_s)
         else:
@@ -146,9 +146,23 @@ def publish(
     )
 
 
+def _batches(blobs: Sequence[PendingBlob], max_blobs: int) -> Iterator[list[PendingBlob]]:
+    batch: list[PendingBlob] = []
+    num_bytes = 0
+    for blob in blobs:
+        if batch and (len(batch) == max_blobs or num_bytes + blob.num_bytes > _BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(blob)
+        num_bytes += blob.num_bytes
+    if batch:
+        yield batch
+
+
 def _publish_in_place(
     session: Session, arenas: ArenaSet, kind: Kind, producer: str, blobs: Sequence[PendingBlob], deadline_s: float
 ) -> list[ReservationState]:
+    write_until = time.monotonic() + _WRITE_WITHIN_S
     reservations = reserve(session, kind, producer, blobs, deadline_s)
     reserved = [reservation for reservation in reservations if reservation.state is ReservationState.RESERVED]
     try:
@@ -156,6 +170,8 @@ def _publish_in_place(
             if reservation.state is not ReservationState.RESERVED:
                 continue
             _check_reservation(session, reservation)
+            if time.monotonic() > write_until:
+                raise Unavailable(Reason.RESERVATION_EXPIRED, f"the blobs took more than {_WRITE_WITHIN_S} s to write")
             arena = arenas.get(session.boot_id, reservation.extent.arena_id)
             if arena is None or reservation.extent.num_bytes != blob.num_bytes:
                 raise Unavailable(Reason.PROTOCOL, f"{reservation.extent} for a blob of {blob.num_bytes} bytes")
@@ -181,7 +197,7 @@ def _store(session: Session, kind: Kind, producer: str, blob: PendingBlob, deadl
         for start in range(0, len(data), _PIECE_BYTES):
             yield cache_pb2.StoreRequest(data=bytes(data[start : start + _PIECE_BYTES]))
 
-    response: cache_pb2.StoreResponse = _call(session.stub.Store, requests(), deadline_s)
+    response: cache_pb2.StoreResponse = _call(session, session.stub.Store, requests(), deadline_s)
     try:
         return ReservationState(response.state)
     except ValueError as error:
@@ -199,16 +215,12 @@ def _fetch(session: Session, lease: Lease, extents: Sequence[Extent], deadline_s
     )
     pieces: list[list[bytes]] = [[] for _ in extents]
     missing = [extent.num_bytes for extent in extents]
-    try:
+    with _translated(session, Reason.LEASE_EXPIRED):
         for response in session.stub.Fetch(request, timeout=deadline_s):
             if response.index >= len(extents) or len(response.data) > missing[response.index]:
                 raise Unavailable(Reason.PROTOCOL, f"more bytes than asked for in extent {response.index}")
             pieces[response.index].append(response.data)
             missing[response.index] -= len(response.data)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
-    except ValueError as error:  # the channel was closed under us
-        raise Unavailable(Reason.SESSION_LOST, "the session is over") from error
     if any(missing):
         raise Unavailable(Reason.PROTOCOL, f"{sum(missing)} bytes less than asked for")
     return [memoryview(b"".join(parts)) for parts in pieces]
@@ -239,10 +251,17 @@ def _abort_quietly(session: Session, reservations: Sequence[Reservation], deadli
         abort(session, reservations, deadline_s)
 
 
-def _call(method: Any, request: Any, deadline_s: float) -> Any:
-    try:
+def _call(session: Session, method: Any, request: Any, deadline_s: float, gone: Reason = Reason.SESSION_LOST) -> Any:
+    with _translated(session, gone):
         return method(request, timeout=deadline_s)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
-    except ValueError as error:  # the channel was closed under us
-        raise Unavailable(Reason.SESSION_LOST, "the session is over") from error
+
+
+@contextlib.contextmanager
+def _translated(session: Session, gone: Reason) -> Iterator[None]:
+    """Turn failures of a call into `Unavailable`; `gone` is what the daemon means by not knowing an id."""
+    try:
+        yield
+    except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed under us
+        failure = session.failure(error)
+        reason = gone if failure.reason is Reason.SESSION_LOST else failure.reason
+        raise Unavailable(reason, failure.detail) from error
