@@ -24,9 +24,8 @@ def fetch_stats(endpoint: str) -> cache_pb2.StatsResponse:
     """
     with grpc.insecure_channel(endpoint) as channel:
         try:
-            stats: cache_pb2.StatsResponse = cache_pb2_grpc.CacheStub(channel).Stats(
-                cache_pb2.StatsRequest(), timeout=_DEADLINE_S
-            )
+            stub = cache_pb2_grpc.CacheStub(channel)  # type: ignore[no-untyped-call]
+            stats: cache_pb2.StatsResponse = stub.Stats(cache_pb2.StatsRequest(), timeout=_DEADLINE_S)
         except grpc.RpcError as error:
             raise StatusError(
                 f"no daemon answers at {endpoint} ({error.code().name.lower()}); start one with `mapflow serve`"

@@ -60,9 +60,9 @@ class MapFlowCPUImpl(CPUAttentionBackendImpl):
             return super(MapFlowCPUImpl, self).forward(layer, rows, key, value, kv_cache, metadata, out, *scales)
 
         connector = compat.active_connector() if attn_metadata is not None else None
-        worker = connector.map_worker if connector is not None else None
-        if worker is None or not worker.has_work or attn_metadata is None:
+        if connector is None or attn_metadata is None or not connector.map_worker.has_work:
             return plain(query, attn_metadata, output)
+        worker: MapWorker = connector.map_worker
         number = compat.layer_number(layer.layer_name)
         kv = compat.cpu_paged_kv(kv_cache, layer.isa) if compat.is_plain_attention(self) else None
         if number is None or kv is None:

@@ -10,12 +10,15 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from mapflow.connector.client import Client, ClientConfig, Connected, Disconnected, Event, PeersChanged
+from mapflow.connector.client import Client
+from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.counters import Counters, LimitedLog
+from mapflow.connector.events import Connected, Disconnected, Event, PeersChanged
 from mapflow.connector.messages import Producer
 from mapflow.connector.model_identity import model_id
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.plan import ModelSpec, Plan
+from mapflow.connector.reasons import Reason
 from mapflow.connector.tokenizer import tokenizer_fingerprint
 from mapflow.connector.vllm.config import ConfigError, ConnectorConfig
 from mapflow.connector.vllm.facts import EngineFacts
@@ -124,8 +127,8 @@ class Engine:
         match event:
             case Connected():
                 logger.info("mapflow: connected to %s as %s", self.config.endpoint, self.client.config.client_name)
-            case Disconnected():
-                self._log.warning("down", "mapflow: no daemon at %s: %s", self.config.endpoint, event.reason)
+            case Disconnected(reason=reason) if reason is not Reason.CLOSED:
+                self._log.warning("down", "mapflow: no daemon at %s: %s", self.config.endpoint, reason)
             case PeersChanged():
                 self._check_publishers(event)
                 self._check_interests(event)

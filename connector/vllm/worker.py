@@ -193,11 +193,10 @@ class MapWorker:
         plan = self._plans[order.plan]
         if order.lease is None:
             raise _UnusableMap("no_lease", "the order names maps without a lease")
-        buffers = self._client.read([chunk.extents[position] for chunk in order.chunks], order.lease)
+        buffers = self._client.read(order.lease, [chunk.extents[position] for chunk in order.chunks])
         maps = []
         for chunk, buffer in zip(order.chunks, buffers):
-            identity = map_identity(chunk.key, order.producer, layer)
-            found = read_blob(buffer, identity=identity)
+            found = read_blob(buffer)
             expected = (plan.block, plan.sender.num_heads, plan.chunk_tokens // plan.block, chunk.index)
             got = (found.block, found.mass.shape[0], found.mass.shape[1], found.chunk_index)
             if got != expected:
