@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mapflow.cache_service.core.cache import Limits
 from mapflow.cache_service.core.extents import ALIGNMENT
+from mapflow.cache_service.core.limits import Limits
 
 DEFAULT_ENDPOINT = "unix:///run/mapflow/mapflow.sock"
 MAX_UNIX_PATH_BYTES = 107

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import cast
 
 from mapflow.cache_service.core import peers, values
-from mapflow.cache_service.core.cache import KEY_BYTES
 from mapflow.cache_service.core.errors import InvalidRequest
+from mapflow.cache_service.core.limits import KEY_BYTES
 from mapflow.v1 import cache_pb2
 
 ARENA_ID = 1

@@ -6,12 +6,11 @@ servicers call. Not thread-safe; reads no clock; every time is the caller's mono
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from mapflow.cache_service.core.errors import CacheError, Draining, InvalidRequest, PreconditionFailed
+from mapflow.cache_service.core.errors import CacheError, Draining
 from mapflow.cache_service.core.leases import Leases
+from mapflow.cache_service.core.limits import Limits, check_formats
 from mapflow.cache_service.core.peers import Interest, Peers, Publisher, check_text
 from mapflow.cache_service.core.pool import Pool
 from mapflow.cache_service.core.reservations import Reservations
@@ -28,20 +27,6 @@ from mapflow.cache_service.core.values import (
     Stats,
     Want,
 )
-
-KEY_BYTES = (16, 32)
-FORMAT_VERSIONS = (1,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What the cache may use and grant; bytes and seconds."""
-
-    arena_bytes: int
-    session_timeout_s: float
-    max_lease_s: float
-    reservation_timeout_s: float
-    max_keys: int
 
 
 class Cache:
@@ -73,7 +58,7 @@ class Cache:
     @property
     def max_blob_bytes(self) -> int:
         """Largest blob that could ever fit: the arena."""
-        return self._pool.num_bytes
+        return self._limits.max_blob_bytes
 
     def drain(self) -> None:
         """From here on refuse new sessions, lookups and reservations; what is under way may finish."""
@@ -81,11 +66,7 @@ class Cache:
 
     def check_formats(self, format_versions: Sequence[int]) -> None:
         """Make sure that a client speaks a blob format of this release, if it names any."""
-        if format_versions and not set(format_versions) & set(FORMAT_VERSIONS):
-            spoken = (
-                f"format_versions {list(format_versions)} are none that this daemon speaks ({list(FORMAT_VERSIONS)})"
-            )
-            raise PreconditionFailed(f"{spoken}; install the same release on both sides")
+        check_formats(format_versions)
 
     def open_session(self, client_name: str, publisher: Publisher | None, now: float) -> int:
         """Open a session; returns its id."""
@@ -123,7 +104,7 @@ class Cache:
         """For each want the longest run of each producer from the first key on, leased for `lease_s` unless 0."""
         self._begin(session_id, now)
         self._refuse_new_work()
-        self._check_lookup(keys, wants, lease_s)
+        self._limits.check_lookup(keys, wants, lease_s)
         hits: list[Hit] = []
         for number, want in enumerate(wants):
             runs = self._pool.runs(keys, want)
@@ -156,10 +137,7 @@ class Cache:
         self._begin(session_id, now)
         self._refuse_new_work()
         self._sessions.require_producer(session_id, producer)
-        if len(entries) > self._limits.max_keys:
-            raise InvalidRequest(f"entries: at most {self._limits.max_keys} in one request, got {len(entries)}")
-        for entry in entries:
-            self._check_entry(entry)
+        self._limits.check_entries(entries)
         expires_at = now + self._limits.reservation_timeout_s
         done: list[Reservation] = []
         without_room: set[bytes] = set()
@@ -230,23 +208,3 @@ class Cache:
     def _refuse_new_work(self) -> None:
         if self._draining:
             raise Draining("the daemon is shutting down and takes no new work")
-
-    def _check_lookup(self, keys: Sequence[bytes], wants: Sequence[Want], lease_s: float) -> None:
-        limits = self._limits
-        if not 1 <= len(keys) <= limits.max_keys:
-            raise InvalidRequest(f"keys: 1 to {limits.max_keys} in one request, got {len(keys)}")
-        if len(set(keys)) != len(keys):
-            raise InvalidRequest("keys: a chain never holds the same key twice")
-        if not (math.isfinite(lease_s) and 0 <= lease_s <= limits.max_lease_s):
-            raise InvalidRequest(f"lease_s must be in [0, {limits.max_lease_s}], got {lease_s}")
-        for want in wants:
-            check_text("want.model", want.model)
-            if not want.layers or len(set(want.layers)) != len(want.layers):
-                raise InvalidRequest(f"want.layers must name one layer or more, none twice, got {list(want.layers)}")
-
-    def _check_entry(self, entry: NewEntry) -> None:
-        for name, key in (("key", entry.key), ("parent_key", entry.parent)):
-            if key is not None and len(key) not in KEY_BYTES:
-                raise InvalidRequest(f"{name} must have 16 or 32 bytes, got {len(key)}")
-        if not 1 <= entry.num_bytes <= self.max_blob_bytes:
-            raise InvalidRequest(f"num_bytes must be in [1, {self.max_blob_bytes}] (the arena), got {entry.num_bytes}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mapflow.cache_service.core.cache import Cache, Limits
+from mapflow.cache_service.core.cache import Cache
 from mapflow.cache_service.core.errors import (
     CacheError,
     Draining,
@@ -15,6 +15,7 @@ from mapflow.cache_service.core.errors import (
     NotFound,
     PreconditionFailed,
 )
+from mapflow.cache_service.core.limits import Limits
 from mapflow.cache_service.core.peers import Namespace, Publisher
 from mapflow.cache_service.core.values import Extent, Kind, NewEntry, Reservation, ReservationState, Want
 

@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from mapflow.cache_service.core.cache import Cache, Limits
+from mapflow.cache_service.core.cache import Cache
 from mapflow.cache_service.core.errors import NotFound, PreconditionFailed
+from mapflow.cache_service.core.limits import Limits
 from mapflow.cache_service.core.peers import Namespace, Publisher
 from mapflow.cache_service.core.values import (
     Extent,
