@@ -336,6 +336,7 @@ class Client:
         return True
 
     def _drop(self, session: Session, why: Unavailable) -> None:
+        session.end(why)  # so that calls in flight learn why, too
         with self._lock:
             self._session = None
             self._lost_sessions.add(session.session_id)

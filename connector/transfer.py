@@ -263,5 +263,5 @@ def _translated(session: Session, gone: Reason) -> Iterator[None]:
         yield
     except (grpc.RpcError, ValueError) as error:  # ValueError: the channel was closed under us
         failure = session.failure(error)
-        reason = gone if failure.reason is Reason.SESSION_LOST else failure.reason
-        raise Unavailable(reason, failure.detail) from error
+        refused = isinstance(error, grpc.RpcError) and failure.reason is Reason.SESSION_LOST
+        raise Unavailable(gone if refused else failure.reason, failure.detail) from error
