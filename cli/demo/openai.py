@@ -23,6 +23,7 @@ class Completion:
     """
 
     text: str
+    token_ids: tuple[int, ...]
     prompt_tokens: int
     cached_tokens: int
     logprobs: dict[int, float] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Server:
 
     def __init__(self, url: str, model: str, timeout_s: float = 120.0) -> None:
         self._http = httpx.Client(base_url=url, timeout=timeout_s)
+        self.url = url
         self.model = model
 
     def close(self) -> None:
@@ -69,6 +71,7 @@ class Server:
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
+            "return_token_ids": True,
             "kv_transfer_params": {"mapflow": mapflow or {}},
         }
         if logprobs:
@@ -78,6 +81,7 @@ class Server:
         top = choice["logprobs"]["top_logprobs"][0] if logprobs else {}
         return Completion(
             text=choice["text"],
+            token_ids=tuple(choice["token_ids"]),
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
             logprobs={int(name.removeprefix("token_id:")): value for name, value in top.items()},
