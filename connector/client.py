@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import random
 import threading
 import time
@@ -75,6 +76,7 @@ class Client:
         self._closing = threading.Event()
         self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
 
     # Life
 
@@ -88,6 +90,8 @@ class Client:
 
     def close(self) -> None:
         """End the session, which releases its leases, and unmap the arenas. Takes a second at most."""
+        if os.getpid() != self._pid:
+            return  # the session is the parent's
         with self._lock:
             self._closing.set()
             self._down = Unavailable(Reason.CLOSED, "this client is closed")
@@ -158,7 +162,7 @@ class Client:
     def release(self, leases: Iterable[Lease]) -> None:
         """End leases: one message, no answer awaited. Never blocks or raises; leases of lost sessions are left out."""
         session = self._session
-        if session is None:
+        if session is None or os.getpid() != self._pid:
             return
         mine = (session.boot_id, session.session_id)
         lease_ids = [lease.lease_id for lease in leases if (lease.boot_id, lease.session_id) == mine]
@@ -249,6 +253,8 @@ class Client:
     # Inside
 
     def _current(self) -> Session:
+        if os.getpid() != self._pid:  # gRPC's threads are not here, so no call would ever end
+            raise Unavailable(Reason.CLOSED, "this client belongs to the process that this one was forked from")
         session = self._session
         if session is None:
             raise Unavailable(self._down.reason, self._down.detail)  # a new one: a traceback belongs to one raise

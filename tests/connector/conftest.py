@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
@@ -14,19 +16,27 @@ from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.events import Event
 from mapflow.connector.messages import PendingBlob, Producer
 from mapflow.connector.namespace import Namespace
+from mapflow.v1 import cache_pb2
 
 MODEL = "sender@0123456789abcdef"
 PRODUCER = Producer.of(MODEL, "float32")
 
 
-class Watched:
-    """A connected client, with the events that its listener got."""
+class DaemonProcess(Protocol):
+    """What these tests use of the `daemon` fixture."""
 
-    def __init__(self, client: Client, events: list[Event]) -> None:
-        self.client = client
-        self.events = events
+    endpoint: str
+    socket_path: Path
+    segment_path: Path
+
+    def kill(self) -> None: ...
+    def restart(self) -> None: ...
+    def signal(self, number: signal.Signals) -> None: ...
+    def wait(self, timeout_s: float = ...) -> int: ...
+    def stats(self) -> cache_pb2.StatsResponse: ...
 
 
+StartDaemon = Callable[..., DaemonProcess]
 StartClient = Callable[..., Client]
 
 

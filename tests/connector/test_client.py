@@ -22,7 +22,7 @@ from mapflow.connector.messages import (
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.reasons import Reason, Unavailable
 
-from .conftest import MODEL, PRODUCER, StartClient, blob_bytes, make_blobs, wait_until
+from .conftest import MODEL, PRODUCER, DaemonProcess, StartClient, StartDaemon, blob_bytes, make_blobs, wait_until
 
 pytestmark = pytest.mark.service
 
@@ -44,7 +44,7 @@ def expected(keys: list[bytes], num_bytes: int = 1000) -> list[list[bytes]]:
 
 @pytest.mark.parametrize("map_arenas", [True, False])
 def test_what_one_client_publishes_another_reads(
-    daemon, start_client: StartClient, namespace: Namespace, map_arenas: bool
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace, map_arenas: bool
 ) -> None:
     sender = start_client(daemon.endpoint, producer=PRODUCER, map_arenas=map_arenas)
     receiver = start_client(daemon.endpoint, map_arenas=map_arenas)
@@ -61,7 +61,7 @@ def test_what_one_client_publishes_another_reads(
 
 
 def test_blobs_of_many_messages_survive_store_and_fetch(
-    daemon, start_client: StartClient, namespace: Namespace
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
 ) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER, map_arenas=False)
     blobs, keys = make_blobs(namespace, 2, num_bytes=(5 << 20) + 3)
@@ -70,7 +70,7 @@ def test_blobs_of_many_messages_survive_store_and_fetch(
 
 
 def test_a_segment_that_cannot_be_mapped_falls_back_to_store_and_fetch(
-    daemon, start_client: StartClient, namespace: Namespace
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
 ) -> None:
     path = daemon.segment_path
     hidden = path.rename(path.with_name(f"hidden-{path.name}"))
@@ -86,7 +86,9 @@ def test_a_segment_that_cannot_be_mapped_falls_back_to_store_and_fetch(
     assert caught.value.reason is Reason.NO_SHARED_MEMORY
 
 
-def test_views_are_read_only_and_in_place(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_views_are_read_only_and_in_place(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 1)
     client.publish(Kind.MAP, PRODUCER.id, blobs)
@@ -99,7 +101,7 @@ def test_views_are_read_only_and_in_place(daemon, start_client: StartClient, nam
     assert bytes(view[:4]) == b"!!!!"
 
 
-def test_a_run_ends_at_the_first_gap(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_a_run_ends_at_the_first_gap(daemon: DaemonProcess, start_client: StartClient, namespace: Namespace) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 4)
     client.publish(Kind.MAP, PRODUCER.id, blobs[:5])  # of chunk 2 only layer 0
@@ -110,7 +112,7 @@ def test_a_run_ends_at_the_first_gap(daemon, start_client: StartClient, namespac
     assert lookup(client, keys, want=replace(WANT, model="other@1")).hits == ()
 
 
-def test_a_look_takes_no_lease(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_a_look_takes_no_lease(daemon: DaemonProcess, start_client: StartClient, namespace: Namespace) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 2)
     client.publish(Kind.MAP, PRODUCER.id, blobs)
@@ -119,7 +121,9 @@ def test_a_look_takes_no_lease(daemon, start_client: StartClient, namespace: Nam
     assert daemon.stats().num_leases == 0
 
 
-def test_leases_end_with_release_and_with_close(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_leases_end_with_release_and_with_close(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 2)
     client.publish(Kind.MAP, PRODUCER.id, blobs)
@@ -132,7 +136,9 @@ def test_leases_end_with_release_and_with_close(daemon, start_client: StartClien
     assert daemon.stats().num_sessions == 0
 
 
-def test_a_cancelled_lookup_gives_its_lease_back(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_a_cancelled_lookup_gives_its_lease_back(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 2)
     client.publish(Kind.MAP, PRODUCER.id, blobs)
@@ -141,7 +147,9 @@ def test_a_cancelled_lookup_gives_its_lease_back(daemon, start_client: StartClie
     wait_until(lambda: daemon.stats().lookup_chunks == before + 2 and daemon.stats().num_leases == 0)
 
 
-def test_an_expired_lease_is_refused_before_reading(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_an_expired_lease_is_refused_before_reading(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 1)
     client.publish(Kind.MAP, PRODUCER.id, blobs)
@@ -159,7 +167,7 @@ def test_an_expired_lease_is_refused_before_reading(daemon, start_client: StartC
 
 @pytest.mark.parametrize("map_arenas", [True, False])
 def test_a_worker_reads_under_the_schedulers_lease(
-    daemon, start_client: StartClient, namespace: Namespace, map_arenas: bool
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace, map_arenas: bool
 ) -> None:
     scheduler = start_client(daemon.endpoint, producer=PRODUCER)
     worker = start_client(daemon.endpoint, map_arenas=map_arenas)
@@ -169,7 +177,7 @@ def test_a_worker_reads_under_the_schedulers_lease(
 
 
 def test_fetching_after_release_is_refused_by_the_daemon(
-    daemon, start_client: StartClient, namespace: Namespace
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
 ) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER, map_arenas=False)
     blobs, keys = make_blobs(namespace, 1)
@@ -185,7 +193,7 @@ def test_fetching_after_release_is_refused_by_the_daemon(
 
 @pytest.mark.parametrize("map_arenas", [True, False])
 def test_a_failing_write_publishes_nothing_and_leaves_no_reservation(
-    daemon, start_client: StartClient, namespace: Namespace, map_arenas: bool
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace, map_arenas: bool
 ) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER, map_arenas=map_arenas)
     blobs, keys = make_blobs(namespace, 1)
@@ -202,14 +210,18 @@ def test_a_failing_write_publishes_nothing_and_leaves_no_reservation(
     assert client.publish(Kind.MAP, PRODUCER.id, blobs).published == 2
 
 
-def test_blobs_that_do_not_fit_find_no_room(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_blobs_that_do_not_fit_find_no_room(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, _ = make_blobs(namespace, 2, layers=(0,))
     too_large = replace(blobs[1], num_bytes=65 << 20)
     assert client.publish(Kind.MAP, PRODUCER.id, [blobs[0], too_large]) == PublishReport(published=1, no_room=1)
 
 
-def test_reserve_commit_and_abort_by_hand(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_reserve_commit_and_abort_by_hand(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     keys = namespace.chunk_keys(list(range(256)))
     entries = [NewEntry(key=keys[0], parent_key=b"", layer=layer, num_bytes=100) for layer in (0, 1)]
@@ -229,7 +241,9 @@ def test_reserve_commit_and_abort_by_hand(daemon, start_client: StartClient, nam
     assert caught.value.reason is Reason.RESERVATION_EXPIRED
 
 
-def test_another_producers_name_is_refused(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_another_producers_name_is_refused(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, _ = make_blobs(namespace, 1)
     with pytest.raises(Unavailable) as caught:
@@ -239,7 +253,9 @@ def test_another_producers_name_is_refused(daemon, start_client: StartClient, na
 
 
 @pytest.mark.parametrize("keys", [[], [b"short"], [b"k" * 32], [b"k" * 15, b"k" * 17], [b"k" * 16, b"k" * 16]])
-def test_lookups_that_make_no_sense_fail_in_their_future(daemon, start_client: StartClient, keys: list[bytes]) -> None:
+def test_lookups_that_make_no_sense_fail_in_their_future(
+    daemon: DaemonProcess, start_client: StartClient, keys: list[bytes]
+) -> None:
     client = start_client(daemon.endpoint)
     error = client.lookup(keys, [WANT], 1.0).exception(5.0)
     assert isinstance(error, Unavailable) and error.reason is Reason.PROTOCOL
@@ -248,7 +264,9 @@ def test_lookups_that_make_no_sense_fail_in_their_future(daemon, start_client: S
     assert client.connected
 
 
-def test_lookups_are_cut_to_the_daemons_limit(start_daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_lookups_are_cut_to_the_daemons_limit(
+    start_daemon: StartDaemon, start_client: StartClient, namespace: Namespace
+) -> None:
     daemon = start_daemon(options=("--max-keys", "3", "--max-lease", "5"))
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 5)
@@ -258,7 +276,7 @@ def test_lookups_are_cut_to_the_daemons_limit(start_daemon, start_client: StartC
     assert read_all(client, result) == expected(keys[:3])
 
 
-def test_peers_see_each_other(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_peers_see_each_other(daemon: DaemonProcess, start_client: StartClient, namespace: Namespace) -> None:
     events: list[Event] = []
     sender = start_client(daemon.endpoint, producer=PRODUCER, listener=events.append)
     interest = Interest(namespace=namespace, model=MODEL, layers=(LayerInterest(layer=1, heads=(0, 3)),))
@@ -278,7 +296,9 @@ def test_peers_see_each_other(daemon, start_client: StartClient, namespace: Name
     assert sender.peers.publishers == ()
 
 
-def test_interests_set_before_the_connection_are_sent(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_interests_set_before_the_connection_are_sent(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     watcher = start_client(daemon.endpoint)
     interest = Interest(namespace=namespace, model=MODEL, layers=(LayerInterest(layer=1),))
     receiver = Client(replace(watcher.config, client_name="early"))
@@ -289,7 +309,9 @@ def test_interests_set_before_the_connection_are_sent(daemon, start_client: Star
     wait_until(lambda: watcher.peers.interests == ())
 
 
-def test_a_listener_that_fails_harms_nothing(daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_a_listener_that_fails_harms_nothing(
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
+) -> None:
     def listener(event: Event) -> None:
         raise RuntimeError("listener")
 

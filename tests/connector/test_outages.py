@@ -7,8 +7,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,11 @@ from mapflow.connector import session
 from mapflow.connector.client import Client
 from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.events import Connected, Disconnected, Event, PeersChanged
-from mapflow.connector.messages import Interest, Kind, LayerInterest, LookupResult, NewEntry, Want
+from mapflow.connector.messages import Interest, Kind, LayerInterest, LookupResult, NewEntry, PendingBlob, Want
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.reasons import Reason, Unavailable
 
-from .conftest import MODEL, PRODUCER, StartClient, make_blobs, wait_until
+from .conftest import MODEL, PRODUCER, DaemonProcess, StartClient, StartDaemon, blob_bytes, make_blobs, wait_until
 
 pytestmark = pytest.mark.service
 
@@ -44,7 +47,7 @@ def unlocked(events: list[Event]) -> list[Event]:
 
 
 def test_an_unreachable_daemon_costs_nothing_and_is_found_when_it_comes(
-    start_daemon, start_client: StartClient, socket_folder: Path
+    start_daemon: StartDaemon, start_client: StartClient, socket_folder: Path
 ) -> None:
     client = start_client(f"unix://{socket_folder}/mapflow.sock", wait=False)
     started_at = time.monotonic()
@@ -76,7 +79,7 @@ def test_a_tcp_port_that_nobody_answers(start_client: StartClient) -> None:
 
 
 def test_every_call_returns_in_time_while_the_daemon_is_stopped(
-    daemon, start_client: StartClient, namespace: Namespace
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
 ) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER, call_deadline_s=0.25, transfer_deadline_s=0.5)
     blobs, keys = make_blobs(namespace, 2)
@@ -101,7 +104,7 @@ def test_every_call_returns_in_time_while_the_daemon_is_stopped(
 
 
 def test_a_daemon_that_stays_stopped_ends_the_session_and_is_found_again(
-    start_daemon, start_client: StartClient
+    start_daemon: StartDaemon, start_client: StartClient
 ) -> None:
     daemon = start_daemon(options=("--session-timeout", "0.9"))
     events: list[Event] = []
@@ -118,7 +121,7 @@ def test_a_daemon_that_stays_stopped_ends_the_session_and_is_found_again(
     assert unlocked(events) == [Connected(boot_id), Disconnected(Reason.DEADLINE), Connected(boot_id)]
 
 
-def test_heartbeats_keep_an_idle_session(start_daemon, start_client: StartClient) -> None:
+def test_heartbeats_keep_an_idle_session(start_daemon: StartDaemon, start_client: StartClient) -> None:
     daemon = start_daemon(options=("--session-timeout", "0.6"))
     events: list[Event] = []
     client = start_client(daemon.endpoint, listener=events.append)
@@ -127,7 +130,7 @@ def test_heartbeats_keep_an_idle_session(start_daemon, start_client: StartClient
     assert reason_of(client.lookup(KEYS, [WANT], 1.0)) is None
 
 
-def test_closing_does_not_wait_for_a_stopped_daemon(daemon, start_client: StartClient) -> None:
+def test_closing_does_not_wait_for_a_stopped_daemon(daemon: DaemonProcess, start_client: StartClient) -> None:
     client = start_client(daemon.endpoint, call_deadline_s=5.0)
     daemon.signal(signal.SIGSTOP)
     future = client.lookup(KEYS, [WANT], 1.0)
@@ -141,7 +144,7 @@ def test_closing_does_not_wait_for_a_stopped_daemon(daemon, start_client: StartC
 
 
 def test_a_restart_voids_leases_and_reservations_and_interests_are_sent_again(
-    start_daemon, start_client: StartClient, namespace: Namespace
+    start_daemon: StartDaemon, start_client: StartClient, namespace: Namespace
 ) -> None:
     daemon = start_daemon()  # its sessions may be silent for 10 s: the restart falls between two heartbeats
     events: list[Event] = []
@@ -184,7 +187,7 @@ def test_a_restart_voids_leases_and_reservations_and_interests_are_sent_again(
     assert looked_up(client, keys).hits[0].num_chunks == 2
 
 
-def test_a_dead_daemons_memory_is_given_back(daemon, start_client: StartClient) -> None:
+def test_a_dead_daemons_memory_is_given_back(daemon: DaemonProcess, start_client: StartClient) -> None:
     client = start_client(daemon.endpoint)
     name = daemon.segment_path.name
     assert name in Path("/proc/self/maps").read_text()
@@ -193,7 +196,7 @@ def test_a_dead_daemons_memory_is_given_back(daemon, start_client: StartClient) 
 
 
 def test_a_write_in_progress_when_the_daemon_dies_is_not_published(
-    daemon, start_client: StartClient, namespace: Namespace
+    daemon: DaemonProcess, start_client: StartClient, namespace: Namespace
 ) -> None:
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 1, layers=(0,), num_bytes=4096)
@@ -214,7 +217,7 @@ def test_a_write_in_progress_when_the_daemon_dies_is_not_published(
     assert looked_up(client, keys).hits == ()
 
 
-def test_a_draining_daemon_is_named(start_daemon, start_client: StartClient, namespace: Namespace) -> None:
+def test_a_draining_daemon_is_named(start_daemon: StartDaemon, start_client: StartClient, namespace: Namespace) -> None:
     daemon = start_daemon(options=("--drain", "20"))
     client = start_client(daemon.endpoint, producer=PRODUCER)
     blobs, keys = make_blobs(namespace, 2)
@@ -232,7 +235,7 @@ def test_a_draining_daemon_is_named(start_daemon, start_client: StartClient, nam
 
 
 def test_a_daemon_that_does_not_speak_our_format_is_named(
-    daemon, start_client: StartClient, monkeypatch: pytest.MonkeyPatch
+    daemon: DaemonProcess, start_client: StartClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "FORMAT_VERSION", 999)
     client = start_client(daemon.endpoint, wait=False)
@@ -241,7 +244,7 @@ def test_a_daemon_that_does_not_speak_our_format_is_named(
 
 
 def test_an_outage_logs_a_line_and_counts_all(
-    daemon, start_client: StartClient, caplog: pytest.LogCaptureFixture
+    daemon: DaemonProcess, start_client: StartClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = start_client(daemon.endpoint)
     daemon.kill()
@@ -255,7 +258,7 @@ def test_an_outage_logs_a_line_and_counts_all(
 
 @pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("ending", ["pass", "raise SystemExit(0)", "del client"])
-def test_a_process_that_never_closes_its_client_ends_cleanly(daemon, stopped: bool, ending: str) -> None:
+def test_a_process_that_never_closes_its_client_ends_cleanly(daemon: DaemonProcess, stopped: bool, ending: str) -> None:
     script = f"""
         from mapflow.connector.client import Client
         from mapflow.connector.client_config import ClientConfig
@@ -294,6 +297,93 @@ def test_a_process_that_never_closes_its_client_ends_cleanly(daemon, stopped: bo
     if stopped:
         daemon.signal(signal.SIGCONT)
     wait_until(lambda: daemon.stats().num_sessions == 0)
+
+
+def test_a_forked_child_is_refused_and_leaves_the_parents_session_alone(daemon: DaemonProcess) -> None:
+    script = f"""
+        import os, sys
+        from mapflow.connector.client import Client
+        from mapflow.connector.client_config import ClientConfig
+        from mapflow.connector.messages import Want
+        from mapflow.connector.namespace import Namespace
+
+        config = ClientConfig(
+            endpoint={daemon.endpoint!r}, client_name="fork", namespace=Namespace(tokenizer_fingerprint="ab")
+        )
+        client = Client(config)
+        client.start()
+        assert client.wait_connected(10.0)
+        look = lambda: client.lookup([b"k" * 16], [Want(model="m@1", layers=(0,))], 1.0).exception(5.0)
+        child = os.fork()
+        if child == 0:
+            client.release([])
+            client.close()
+            sys.exit(7 if look() is not None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert client.connected and look() is None, look()
+    """
+    done = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(script)], timeout=30, check=False)
+    assert done.returncode == 0
+
+
+def test_nothing_wrong_is_ever_read_while_the_daemon_comes_and_goes(
+    start_daemon: StartDaemon, start_client: StartClient, namespace: Namespace
+) -> None:
+    daemon = start_daemon(arena="1MiB")  # so small that entries are evicted and their room is reused all the time
+    sender = start_client(daemon.endpoint, producer=PRODUCER, transfer_deadline_s=0.5)
+    receivers = [start_client(daemon.endpoint, map_arenas=map_arenas) for map_arenas in (True, False)]
+    num_bytes, stop, counts, problems = 40_000, threading.Event(), Counter[str](), list[str]()
+
+    def chain(number: int) -> tuple[list[PendingBlob], list[bytes]]:
+        return make_blobs(replace(namespace, tenant=str(number % 7)), 3, num_bytes=num_bytes)
+
+    def publish() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            try:
+                counts["published"] += sender.publish(Kind.MAP, PRODUCER.id, chain(number)[0]).published
+            except Unavailable:
+                time.sleep(0.01)
+
+    def receive(client: Client) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            keys = chain(number)[1]
+            try:
+                result = client.lookup(keys, [WANT], 5.0).result(2.0)
+                for hit in result.hits:
+                    assert result.lease is not None
+                    for key, row in zip(keys, hit.extents):
+                        copies = [bytes(view) for view in client.read(result.lease, row)]
+                        client.check_lease(result.lease)
+                        if copies != [blob_bytes(key, layer, num_bytes) for layer in WANT.layers]:
+                            problems.append(f"wrong bytes of chain {number}")
+                        counts["read"] += 1
+                if result.lease is not None:
+                    client.release([result.lease])
+            except Unavailable:
+                counts["unavailable"] += 1
+                time.sleep(0.01)
+            except TimeoutError:
+                problems.append("a lookup did not resolve")
+
+    threads = [threading.Thread(target=publish), *(threading.Thread(target=receive, args=[c]) for c in receivers)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        time.sleep(1.0)
+        daemon.restart()
+    wait_until(lambda: all(client.connected for client in (sender, *receivers)))
+    before = counts["read"]
+    wait_until(lambda: counts["read"] > before)
+    stop.set()
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert problems == []
+    assert counts["published"] > 0 and counts["unavailable"] > 0
 
 
 def test_a_client_may_be_made_and_closed_without_starting(namespace: Namespace) -> None:
