@@ -6,7 +6,7 @@ then its queries are kept, at most `block - 1` rows a layer. Nothing here change
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.compress_reference import CompressedRows, assemble_chunk, compress_rows
 from mapflow.kernels.paged import PagedKV
 
+UNFINISHED_CAPTURES = 16  # requests whose unfinished last chunk is kept for the next turn
 _TILE_DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 
@@ -31,6 +32,11 @@ class _LayerCapture:
     tail: torch.Tensor | None = None
     tail_begin: int = 0
     parts: dict[int, list[CompressedRows]] = field(default_factory=dict)
+
+    def copy(self) -> _LayerCapture:
+        """One that goes its own way; the tensors, which nobody changes, are shared."""
+        parts = {chunk: list(parts) for chunk, parts in self.parts.items()}
+        return _LayerCapture(tail=self.tail, tail_begin=self.tail_begin, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +55,17 @@ class Capture:
         self._chunk_tokens = chunk_tokens
         self._block = block
         self._layers: dict[str, dict[int, _LayerCapture]] = {}
+        self._names: dict[str, bytes] = {}
+        self._unfinished: OrderedDict[bytes, dict[int, _LayerCapture]] = OrderedDict()
 
-    def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request that ended."""
-        self._layers.pop(request_id, None)
+    def end(self, request_id: str) -> None:
+        """A request ended: keep what the next turn can go on from, drop the rest."""
+        layers, name = self._layers.pop(request_id, None), self._names.pop(request_id, b"")
+        if layers and name:
+            self._unfinished[name] = layers
+            self._unfinished.move_to_end(name)
+            while len(self._unfinished) > UNFINISHED_CAPTURES:
+                self._unfinished.popitem(last=False)
 
     def add(
         self, layer: int, want: LayerWant, row: BatchRow, query: torch.Tensor, kv: PagedKV, scale: float
@@ -70,7 +83,9 @@ class Capture:
         chunks = row.step.capture
         first = chunks[0].index * self._chunk_tokens
         end = min(row.row_end, (chunks[-1].index + 1) * self._chunk_tokens)
-        state = self._layers.setdefault(row.step.request_id, {}).setdefault(layer, _LayerCapture())
+        state = self._state(row.step.request_id, layer, row.step.resume)
+        if row.step.keep:
+            self._names[row.step.request_id] = row.step.keep
         rows, begin = self._join_tail(state, row, query, max(first, row.row_begin), end)
         whole = rows.shape[0] // self._block * self._block
         keys = kv.gather_keys(row.block_table, 0, begin + whole) if whole else None
@@ -81,18 +96,26 @@ class Capture:
             if keys is not None and low < high:
                 part = self._measure(rows[low - begin : high - begin], keys[:high], low, want, scale)
                 state.parts.setdefault(chunk.index, []).append(part)
-            if chunk_end <= row.row_end and (parts := state.parts.pop(chunk.index, [])):
+            if chunk.key and chunk_end <= row.row_end and (parts := state.parts.pop(chunk.index, [])):
                 done.append(FinishedMap(chunk=chunk, layer=layer, map=self._assemble(chunk, parts)))
         state.tail, state.tail_begin = rows[whole:].clone(), begin + whole
         return done
+
+    def _state(self, request_id: str, layer: int, resume: bytes) -> _LayerCapture:
+        layers = self._layers.setdefault(request_id, {})
+        if layer not in layers:
+            earlier = self._unfinished.get(resume, {}).get(layer)
+            layers[layer] = earlier.copy() if earlier is not None else _LayerCapture()
+        return layers[layer]
 
     def _join_tail(
         self, state: _LayerCapture, row: BatchRow, query: torch.Tensor, begin: int, end: int
     ) -> tuple[torch.Tensor, int]:
         """Queries of rows [begin', end) that start on a block boundary, the kept tail in front where it fits."""
         start = row.query_begin - row.row_begin
-        if state.tail is not None and state.tail_begin + state.tail.shape[0] == begin and state.tail.shape[0]:
-            return torch.cat([state.tail, query[start + begin : start + end]]), state.tail_begin
+        if state.tail is not None and state.tail_begin <= begin <= state.tail_begin + state.tail.shape[0]:
+            kept = state.tail[: begin - state.tail_begin]  # an engine that has rows in its cache may run some again
+            return torch.cat([kept, query[start + begin : start + end]]), state.tail_begin
         begin = min(-(-begin // self._block) * self._block, end)
         return query[start + begin : start + end], begin
 
@@ -126,8 +149,3 @@ class Capture:
             block=self._block,
             num_heads=unique[0].mass.shape[0],
         )
-
-
-def wanted_layers(wants: Mapping[int, LayerWant]) -> tuple[int, ...]:
-    """Layers that somebody wants, ascending."""
-    return tuple(sorted(wants))

@@ -31,7 +31,7 @@ class ReuseOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedChunk:
-    """One complete chunk to publish."""
+    """One chunk to publish when its last row is measured; without a key: the prompt's unfinished last one."""
 
     index: int
     key: bytes
@@ -43,7 +43,8 @@ class RequestStep:
     """One request in one step: rows [row_begin, row_end), of which those below `num_prompt` belong to the prompt.
 
     `last_page` is the KV page that the step's last row is written to. No other request of the step writes there, so
-    it identifies the request's place in the batch, whatever order the model runner chose.
+    it identifies the request's place in the batch, whatever order the model runner chose. `resume` and `keep` name
+    unfinished captures of an earlier turn to go on from, and of this one to keep for the next; empty for none.
     """
 
     request_id: str
@@ -53,6 +54,8 @@ class RequestStep:
     last_page: int
     reuse: ReuseOrder | None = None
     capture: tuple[CapturedChunk, ...] = ()
+    resume: bytes = b""
+    keep: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ class RequestState:
         keys: keys of the prompt's complete chunks.
         plan_index: number of its plan in the engine's list, or None where nothing is reused.
         captured_from: first chunk to capture (chunks before it are published already); None captures nothing.
+        resume, keep: names of the unfinished captures to go on from, and to leave for the next turn.
         capture_limit: first row that is not exact, and from which on nothing is published.
         pages: KV pages of the first cache group, in order, as the scheduler last told.
         looked_up_from: first row that the current look-up serves, or None before there is one.
@@ -54,6 +55,8 @@ class RequestState:
     capture_limit: int | None = None
     report: ReuseReport = field(default_factory=ReuseReport)
     wants_report: bool = False
+    resume: bytes = b""
+    keep: bytes = b""
 
     @property
     def reuse_limit(self) -> int:
@@ -102,15 +105,19 @@ class RequestState:
         return replace(order, row_begin=begin, row_end=end, chunks=chunks)
 
     def chunks_to_capture(self, row_begin: int, row_end: int) -> tuple[CapturedChunk, ...]:
-        """Complete chunks that a step over rows [row_begin, row_end) adds rows to."""
+        """Chunks that a step over rows [row_begin, row_end) adds rows to, the prompt's unfinished last one included."""
         if self.captured_from is None:
             return ()
         first = max(self.captured_from, row_begin // self.chunk_tokens)
-        last = min(len(self.keys), -(-row_end // self.chunk_tokens))
+        last = -(-row_end // self.chunk_tokens)
         if self.capture_limit is not None:
             last = min(last, self.capture_limit // self.chunk_tokens)
         return tuple(
-            CapturedChunk(index=index, key=self.keys[index], parent_key=self.keys[index - 1] if index else b"")
+            CapturedChunk(
+                index=index,
+                key=self.keys[index] if index < len(self.keys) else b"",
+                parent_key=self.keys[index - 1] if index else b"",
+            )
             for index in range(first, last)
         )
 

@@ -21,7 +21,9 @@ from mapflow.connector.plan import Plan
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.config import ConnectorConfig
 from mapflow.connector.vllm.messages import CapturedChunk, MappedChunk, RequestStep, ReuseReport, ScheduledRows
+from mapflow.connector.vllm.capture import UNFINISHED_CAPTURES
 from mapflow.connector.vllm.request_state import Fate, RequestParams, RequestState, choose_plan
+from mapflow.connector.vllm.turns import UnfinishedChunks
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class MapScheduler:
         self._lookups: dict[str, tuple[Future[LookupResult], range, float]] = {}
         self._probes: dict[str, Future[LookupResult]] = {}
         self._exact: OrderedDict[bytes, None] = OrderedDict()
+        self._unfinished = UnfinishedChunks(UNFINISHED_CAPTURES)
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
@@ -93,10 +96,11 @@ class MapScheduler:
             plan_index, fate, tokens = None, Fate.UNSUPPORTED_INPUT, []
         elif request.num_prompt_tokens <= self._namespace.chunk_tokens:
             fate = Fate.TOO_SHORT if fate is Fate.REUSE else fate
+        namespace = self._salted(request.cache_salt)
         state = RequestState(
             request_id=request.request_id,
             num_prompt=request.num_prompt_tokens,
-            keys=self._salted(request.cache_salt).chunk_keys(tokens),
+            keys=namespace.chunk_keys(tokens),
             chunk_tokens=self._namespace.chunk_tokens,
             block=self._namespace.block,
             fate=fate,
@@ -106,7 +110,9 @@ class MapScheduler:
         self._requests[request.request_id] = state
         if self._reuses and fate is not Fate.REUSE:
             self._counters.add("request_not_reused", fate)
-        if self._publishes and state.keys and fate is not Fate.UNSUPPORTED_INPUT:
+        if self._publishes and fate is not Fate.UNSUPPORTED_INPUT:
+            state.resume = self._unfinished.find(namespace, state.keys, tokens)
+            state.keep = self._unfinished.name(namespace, state.keys, tokens)
             self._probe(state)
         if plan_index is None:
             return None
@@ -121,7 +127,7 @@ class MapScheduler:
         """Ask which chunks are published already, so that they are not captured again."""
         state.captured_from = 0
         model, layers = self._published_layers()
-        if layers:
+        if layers and state.keys:
             self._probes[state.request_id] = self._client.lookup(state.keys, [Want(model=model, layers=layers)], 0.0)
 
     # --- look-up -----------------------------------------------------------------------------------------------------
@@ -244,6 +250,8 @@ class MapScheduler:
             last_page=state.pages[last],
             reuse=state.order_for_rows(begin, prompt_end),
             capture=state.chunks_to_capture(begin, prompt_end),
+            resume=state.resume,
+            keep=state.keep if end >= state.num_prompt else b"",
         )
         self._remember_exact(step.capture)
         return step if step.reuse or step.capture else None
@@ -264,7 +272,8 @@ class MapScheduler:
     def _remember_exact(self, captured: Iterable[CapturedChunk]) -> None:
         if self._reuses and self._publishes:
             for chunk in captured:
-                self._exact[chunk.key] = None
+                if chunk.key:
+                    self._exact[chunk.key] = None
             while len(self._exact) > _EXACT_KEYS:
                 self._exact.popitem(last=False)
 

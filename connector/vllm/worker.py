@@ -69,7 +69,7 @@ class MapWorker:
         self._cache = {}
         if self._capture is not None:
             for request_id in ended:
-                self._capture.forget(request_id)
+                self._capture.end(request_id)
             if any(step.capture for step in steps):
                 self._step_wants = self._wants()
 

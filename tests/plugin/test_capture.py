@@ -49,17 +49,35 @@ class Prompt:
         )
         return assemble_chunk([part], chunk_index=chunk, chunk_tokens=CHUNK, block=BLOCK, num_heads=HEADS)
 
-    def step(self, capture: Capture, want: LayerWant, begin: int, end: int, offset: int = 0) -> list[FinishedMap]:
+    def step(
+        self,
+        capture: Capture,
+        want: LayerWant,
+        begin: int,
+        end: int,
+        offset: int = 0,
+        *,
+        name: str = "r",
+        num_prompt: int | None = None,
+        resume: bytes = b"",
+        keep: bytes = b"",
+    ) -> list[FinishedMap]:
         """Run one step over rows [begin, end), which lie at `offset` of the batch."""
-        complete = self.num_tokens // CHUNK
+        num_prompt = num_prompt or self.num_tokens
+        complete = num_prompt // CHUNK
         chunks = tuple(
-            CapturedChunk(index=index, key=bytes([index]), parent_key=b"")
-            for index in range(begin // CHUNK, min(-(-end // CHUNK), complete))
+            CapturedChunk(index=index, key=bytes([index + 1]) if index < complete else b"", parent_key=b"")
+            for index in range(begin // CHUNK, -(-end // CHUNK))
         )
-        if not chunks:
-            return []
         step = RequestStep(
-            request_id="r", row_begin=begin, row_end=end, num_prompt=self.num_tokens, last_page=0, capture=chunks
+            request_id=name,
+            row_begin=begin,
+            row_end=end,
+            num_prompt=num_prompt,
+            last_page=0,
+            capture=chunks,
+            resume=resume,
+            keep=keep,
         )
         batch = torch.cat([torch.full((offset, HEADS, DIM), float("nan")), self.query[begin:end]])
         row = BatchRow(step=step, query_begin=offset, row_begin=begin, row_end=end, block_table=self.table)
@@ -123,12 +141,25 @@ def test_a_gap_after_preemption_drops_the_kept_queries() -> None:
     assert equal_maps(done[0].map, prompt.whole(1, want))
 
 
-def test_forgetting_a_request_forgets_its_rows() -> None:
+def test_a_request_that_ends_early_leaves_nothing() -> None:
     prompt, want = Prompt(256, 4), LayerWant()
     capture = Capture(chunk_tokens=CHUNK, block=BLOCK)
     prompt.step(capture, want, 0, 100)
-    capture.forget("r")
+    capture.end("r")
     done = prompt.step(capture, want, 100, 256)
     assert [item.chunk.index for item in done] == [1], (
         "rows 100 to 127 fill no block row: chunk 0 has nothing to publish"
     )
+
+
+@pytest.mark.parametrize("overlap", [0, 4])
+def test_the_next_turn_goes_on_from_an_unfinished_chunk(overlap: int) -> None:
+    prompt, want = Prompt(400, 5), LayerWant(tile_top_p=0.9)
+    capture = Capture(chunk_tokens=CHUNK, block=BLOCK)
+    first = prompt.step(capture, want, 0, 212, name="turn 1", num_prompt=212, keep=b"name")
+    capture.end("turn 1")
+    begin = 212 - overlap  # the engine has the rows before in its KV cache, in whole pages
+    second = prompt.step(capture, want, begin, 400, name="turn 2", num_prompt=400, resume=b"name")
+    assert [item.chunk.index for item in (*first, *second)] == [0, 1, 2]
+    for item in (*first, *second):
+        assert equal_maps(item.map, prompt.whole(item.chunk.index, want)), "no row is lost between turns"

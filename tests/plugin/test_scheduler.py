@@ -292,11 +292,12 @@ def test_a_producer_captures_what_nobody_has_published() -> None:
     assert bench.add(request) is None, "a producer's KV is exact and keeps its hash"
     bench.client.answer(2)
     step = bench.run("r", 0, 700, restarted=True)
-    assert [chunk.index for chunk in step.capture] == [2, 3, 4]
+    assert [chunk.index for chunk in step.capture] == [2, 3, 4, 5]
+    assert step.capture[3].key == b"", "the unfinished last chunk is kept for the next turn"
     assert step.capture[0].parent_key == bench.client.asked[0][0][1]
     bench.add(Request("s", tokens(700, 1)))
     step = bench.run("s", 0, 700, restarted=True)  # no answer yet: capture everything rather than wait
-    assert [chunk.index for chunk in step.capture] == [0, 1, 2, 3, 4]
+    assert [chunk.index for chunk in step.capture] == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_engine_with_both_roles_publishes_exact_rows_only() -> None:
@@ -318,7 +319,7 @@ def test_an_engine_with_both_roles_publishes_exact_rows_only() -> None:
 
 def test_an_engine_with_both_roles_goes_on_from_an_exact_prefix() -> None:
     bench = Bench(plans=[plan("guide", Mode.GUIDE)], publishes=True)
-    for name, begin, expected in (("r", 0, [0, 1, 2, 3, 4]), ("s", 256, [2, 3, 4])):
+    for name, begin, expected in (("r", 0, [0, 1, 2, 3, 4, 5]), ("s", 256, [2, 3, 4, 5])):
         bench.add(Request(name, tokens(700)))
         bench.scheduler.ready(name, begin)
         bench.client.answer(0)
@@ -344,3 +345,16 @@ def test_reports_add_up_and_come_back_on_request() -> None:
         "reasons": {},
     }
     assert bench.scheduler.finish("r") is None
+
+
+def test_the_next_turn_is_told_what_it_goes_on_from() -> None:
+    bench = Bench(publishes=True)
+    whole = tokens(900)
+    bench.add(Request("1", whole[:700]))
+    step = bench.run("1", 0, 700, restarted=True)
+    assert step.resume == b"" and step.keep
+    bench.add(Request("2", whole))
+    assert bench.run("2", 672, 228, restarted=True).resume == step.keep
+    other = [*whole[:699], 49, *whole[700:]]
+    bench.add(Request("3", other))
+    assert bench.run("3", 640, 260, restarted=True).resume == b"", "another token in the unfinished chunk"
