@@ -68,6 +68,7 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
     equations, done, note = _resume(config, empty, digest)
     report(Progress(documents_done=done, documents_total=len(documents), note=note))
     if done < len(documents):
+        report(Progress(documents_done=done, documents_total=len(documents), note="loading both models"))
         models = [
             ObservedModel(load_model(facts, device=config.device, dtype=config.model_dtype))
             for facts in (sender, receiver)

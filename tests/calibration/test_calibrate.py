@@ -73,9 +73,10 @@ def test_plan_describes_the_pair_and_survives_the_file(pair, tmp_path: Path) -> 
     assert [layer.mode for layer in plan.layers] == [Mode.COMPUTE, Mode.GUIDE, Mode.GUIDE]
     assert all(0 < layer.error <= 1 and layer.sink_blocks == 2 and layer.local_blocks == 3 for layer in plan.layers[1:])
     assert [entry.name for entry in tmp_path.iterdir()] == ["pair.safetensors"]
-    assert [progress.documents_done for progress in seen] == [0, 1, 2, 3, 4]
+    assert [progress.documents_done for progress in seen] == [0, 0, 1, 2, 3, 4]
+    assert [progress.note for progress in seen] == ["", "loading both models", "", "", "", ""]
     assert {progress.documents_total for progress in seen} == {4}
-    assert seen[0].remaining_s is None and seen[1].remaining_s and seen[-1].remaining_s == 0
+    assert seen[1].remaining_s is None and seen[2].remaining_s and seen[-1].remaining_s == 0
 
 
 class Interrupted(Exception):
@@ -99,7 +100,7 @@ def test_an_interrupted_run_resumes_to_the_identical_plan(pair, tmp_path: Path) 
     assert config.checkpoint.exists() and not config.out.exists()
     seen: list[Progress] = []
     resumed = calibrate(config, seen.append)
-    assert [progress.documents_done for progress in seen] == [2, 3, 4]
+    assert [progress.documents_done for progress in seen] == [2, 2, 3, 4]
     assert "resuming after 2 documents" in seen[0].note
     assert same(whole, resumed)
     assert not config.checkpoint.exists()
