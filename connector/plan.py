@@ -133,6 +133,7 @@ class Plan:
             raise ValueError(f"{len(self.layers)} layers planned for a receiver of {self.receiver.num_layers}")
         if self.tile_dtype not in ("e4m3", "bf16"):
             raise ValueError(f"tile_dtype must be e4m3 or bf16, got {self.tile_dtype}")
+        self.namespace()  # checks block, chunk and fingerprint
         heads = (self.receiver.num_heads, self.sender.num_heads)
         for number, layer in enumerate(self.layers):
             if layer.sender_layer is not None and not 0 <= layer.sender_layer < self.sender.num_layers:
@@ -144,8 +145,8 @@ class Plan:
                 per_head = (heads[0], index.shape[-1] if index is not None and index.ndim else 0)
                 self._check(self.head_index, number, torch.int32, per_head)
                 self._check(self.head_weight, number, torch.float32, per_head)
-                if index is not None and (index.min() < 0 or index.max() >= heads[1]):
-                    raise ValueError(f"layer {number}: a sender head outside [0, {heads[1]})")
+                if index is None or index.numel() == 0 or index.min() < 0 or index.max() >= heads[1]:
+                    raise ValueError(f"layer {number}: needs one sender head or more, each in [0, {heads[1]})")
 
     @staticmethod
     def _check(tensors: Mapping[int, torch.Tensor], layer: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -223,7 +224,7 @@ def load_plan(path: Path) -> Plan:
         raise PlanError(f"{path} is a safetensors file but holds no plan; make one with `mapflow calibrate`")
     try:
         return _from_json(path.stem, json.loads(text), tensors)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PlanError(f"plan file {path} is not usable: {error}; make it again with `mapflow calibrate`") from error
 
 
