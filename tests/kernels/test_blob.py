@@ -13,8 +13,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mapflow.kernels import blob as blob_module
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import BlobError, BlobErrorReason, blob_num_bytes, read_blob, write_blob
+from mapflow.kernels.blob_layout import Header, HeadLayout
 from mapflow.kernels.compress_reference import assemble_chunk, compress_rows
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -198,6 +200,27 @@ def test_torn_extents_are_refused(fixed_map: FixedMap) -> None:
                 assert reason_of(torn) == BlobErrorReason.CHECKSUM
 
 
+@pytest.mark.parametrize("dtype", [E4M3, BF16, None])
+def test_an_extent_overwritten_while_it_is_read(
+    fixed_map: FixedMap, same_map: SameMap, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    """What was verified is what is used: scribbling right after each checksum changes nothing of the result."""
+    buffer = blob_of(fixed_map(dtype))
+    original, checksum = bytes(buffer), blob_module._checksum
+
+    def verify_then_scribble(data: Any) -> int:
+        result = checksum(data)
+        for entry in (72, 96):
+            offset, num_bytes, wanted = struct.unpack_from("<3Q", original, entry)
+            if result == wanted:
+                buffer[offset : offset + num_bytes] = b"\xff" * num_bytes
+        return result
+
+    monkeypatch.setattr(blob_module, "_checksum", verify_then_scribble)
+    assert same_map(read_blob(memoryview(buffer)), fixed_map(dtype))
+    assert buffer[128:] == b"\xff" * (len(buffer) - 128)
+
+
 def test_half_written_blobs_never_look_valid(fixed_map: FixedMap, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that dies in the middle leaves no magic, even where a valid blob was before."""
     buffer = blob_of(fixed_map(BF16))
@@ -276,6 +299,30 @@ def test_forged_blobs_are_malformed(fixed_map: FixedMap, name: str) -> None:
     read_blob(forge(blob, {}))
     in_table = any(72 <= offset < 120 for offset in FORGERIES[name])
     assert reason_of(forge(blob, FORGERIES[name], heads=not in_table)) == BlobErrorReason.MALFORMED
+
+
+def test_a_head_too_small_for_its_masses_is_malformed(fixed_map: FixedMap) -> None:
+    """Sections that follow each other without gaps, but the first one ends after 64 bytes."""
+    blob = blob_of(fixed_map(E4M3))
+    split = {
+        80: (64).to_bytes(8, "little"),
+        96: (192).to_bytes(8, "little"),
+        104: (len(blob) - 192).to_bytes(8, "little"),
+    }
+    assert reason_of(forge(blob, split)) == BlobErrorReason.MALFORMED
+
+
+def test_sections_of_real_sizes() -> None:
+    """Offsets where the masses fill whole 64 bytes, as they do in every chunk of 8 x 64 tokens."""
+    header = Header(
+        tile_dtype=1, flags=0, block=64, num_heads=9, num_row_blocks=8, num_col_blocks=16, chunk_index=1, total_bytes=0
+    )
+    assert (header.head_table_offset, header.prologue_bytes) == (96, 320)
+    section = HeadLayout(header, 20)
+    assert (section.mass_bytes, section.indptr_offset, section.indices_offset) == (128, 128, 192)
+    assert (section.tiles_offset, section.num_bytes) == (320, 320 + 20 * 4096)
+    assert HeadLayout(dataclasses.replace(header, tile_dtype=2), 16).num_bytes == 256 + 16 * 8192
+    assert HeadLayout(dataclasses.replace(header, tile_dtype=0), 0).num_bytes == 128
 
 
 @pytest.mark.parametrize("offset", [20, 24, 40, 44])
