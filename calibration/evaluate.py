@@ -198,11 +198,11 @@ def quality_table(judged: Sequence[Judged]) -> Table:
     """Every plan and its baselines, one row each."""
     table = Table(title="KL(exact || reused) in nats, top-1 agreement with the exact receiver")
     table.add_column("plan", no_wrap=True)
-    table.add_column("from layer", justify="right")
-    table.add_column("top-p", justify="right")
+    table.add_column("from", justify="right", no_wrap=True)
+    table.add_column("top-p", justify="right", no_wrap=True)
     table.add_column("method", no_wrap=True)
-    for name in ("density", "KL", "top-1", "suffix KL", "suffix top-1"):
-        table.add_column(name, justify="right")
+    for name in ("density", "KL", "top-1", "suffix\nKL", "suffix\ntop-1"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in judged:
         reusing = [(number, layer) for number, layer in enumerate(one.plan.layers) if layer.needs_map]
         first, top_p = (str(reusing[0][0]), f"{reusing[0][1].top_p:g}") if reusing else ("-", "-")
