@@ -7,6 +7,7 @@ No policy, no state and no status codes: refusals are raised and end the call in
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from mapflow.cache_service import wire
@@ -55,8 +56,9 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[cache_pb2.SessionResponse]:
         """Keep a session for as long as the stream lasts."""
-        async for response in self._sessions.serve(aiter(request_iterator)):
-            yield response
+        async with aclosing(self._sessions.serve(aiter(request_iterator))) as responses:
+            async for response in responses:
+                yield response
 
     async def Lookup(self, request: cache_pb2.LookupRequest, context: Any) -> cache_pb2.LookupResponse:
         """Find runs of chunks and lease them."""
@@ -89,8 +91,9 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     async def Fetch(self, request: cache_pb2.FetchRequest, context: Any) -> AsyncIterator[cache_pb2.FetchResponse]:
         """Send the bytes of leased extents."""
         extents = [wire.extent(extent) for extent in request.extents]
-        async for index, data in self._transfer.fetch(request.session_id, request.lease_id, extents):
-            yield cache_pb2.FetchResponse(index=index, data=data)
+        async with aclosing(self._transfer.fetch(request.session_id, request.lease_id, extents)) as pieces:
+            async for index, data in pieces:
+                yield cache_pb2.FetchResponse(index=index, data=data)
 
     async def Store(self, request_iterator: Any, context: Any) -> cache_pb2.StoreResponse:
         """Take one blob and publish it."""

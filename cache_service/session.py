@@ -7,7 +7,8 @@ holds, and when it has been silent for too long, is the core's affair.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 
 import structlog
 
@@ -38,7 +39,7 @@ class SessionHub:
 
     async def serve(
         self, requests: AsyncIterator[cache_pb2.SessionRequest]
-    ) -> AsyncIterator[cache_pb2.SessionResponse]:
+    ) -> AsyncGenerator[cache_pb2.SessionResponse, None]:
         """One stream from OpenSession to its end, which frees whatever the session holds.
 
         Raises:
@@ -50,8 +51,9 @@ class SessionHub:
         try:
             opened = cache_pb2.SessionOpened(session_id=session_id, boot_id=self._boot_id)
             yield cache_pb2.SessionResponse(opened=opened)
-            async for response in self._converse(session_id, stream, requests):
-                yield response
+            async with aclosing(self._converse(session_id, stream, requests)) as responses:
+                async for response in responses:
+                    yield response
         finally:
             del self._streams[session_id]
             self._cache.end_session(session_id)
@@ -71,7 +73,7 @@ class SessionHub:
 
     async def _converse(
         self, session_id: int, stream: _Stream, requests: AsyncIterator[cache_pb2.SessionRequest]
-    ) -> AsyncIterator[cache_pb2.SessionResponse]:
+    ) -> AsyncGenerator[cache_pb2.SessionResponse, None]:
         told = -1  # version of the peers that this client knows
         receiving = asyncio.ensure_future(_next(requests))
         news = asyncio.ensure_future(stream.news.wait())

@@ -6,7 +6,7 @@ An interceptor around the cache's own methods: servicers raise, this ends the ca
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from time import perf_counter
 from typing import Any
 
@@ -63,8 +63,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         inner = handler.unary_stream or handler.stream_stream
 
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            async with self._guard(method, context):
-                async for response in inner(request, context):
+            async with self._guard(method, context), aclosing(inner(request, context)) as responses:
+                async for response in responses:
                     yield response
 
         make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler

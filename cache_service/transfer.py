@@ -6,7 +6,7 @@ somebody else a moment later. Nothing awaits between that question and the copy.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from mapflow.cache_service.arena import Arena
 from mapflow.cache_service.core.cache import Cache
@@ -26,7 +26,7 @@ class Transfer:
 
     async def fetch(
         self, session_id: int, lease_id: int, extents: Sequence[Extent]
-    ) -> AsyncIterator[tuple[int, bytes]]:
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
         """The bytes of leased extents, as (index of the extent, next piece of at most 1 MiB).
 
         Raises:

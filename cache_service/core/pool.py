@@ -90,8 +90,8 @@ class Pool:
         return tuple(extent for key in keys for extent in self._index.extents(key, kind, producer, layers))
 
     def pin(self, chunks: Sequence[bytes]) -> None:
-        """Mark the chunks of a prefix as used now, the first one last, and keep them from eviction."""
-        for chunk in reversed(chunks):
+        """Mark chunks as used now, and keep them from eviction."""
+        for chunk in chunks:
             self._order.touch(chunk)
             self._order.hold(chunk)
 

@@ -6,7 +6,9 @@ handed out twice, a run that is too long or too short, or a parent taken before 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -28,7 +30,7 @@ from mapflow.cache_service.core.values import (
 )
 
 UNIT = 64
-NUM_UNITS = 12
+NUM_UNITS = 6
 TIMEOUT_S, RESERVATION_S, MAX_LEASE_S = 8.0, 5.0, 6.0
 MODEL = "m@1"
 PRODUCERS = (f"{MODEL}/float32/tp0of2", f"{MODEL}/float32/tp1of2")
@@ -38,6 +40,12 @@ KEYS = [bytes([number]) * 16 for number in range(len(PARENTS))]
 NAMESPACE = Namespace(format_version=1, tokenizer_fingerprint="f", chunk_tokens=512, block=64, tenant="", key_hash=1)
 
 Entry = tuple[int, str, int]  # chunk, producer, layer
+Choose = Callable[[list[int]], int]
+
+
+def parent_key(chunk: int) -> bytes | None:
+    parent = PARENTS[chunk]
+    return None if parent is None else KEYS[parent]
 
 
 @dataclass
@@ -105,7 +113,7 @@ class NaiveCache:
         busy |= {parent for chunk in here if (parent := PARENTS[chunk]) is not None}
         return next((chunk for chunk in self.by_use if chunk not in busy), None)
 
-    def reserve(self, session: int, entry: Entry, num_bytes: int) -> Reservation:
+    def reserve(self, entry: Entry, num_bytes: int) -> Reservation:
         """Expected answer, with id 0; the caller files a real one under its id."""
         if entry in self.entries or entry in [reservation.entry for reservation in self.open.values()]:
             return Reservation(ReservationState.EXISTS)
@@ -140,11 +148,10 @@ class NaiveCache:
         return length
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """Two or three engines that publish and read along a small tree of chunks."""
+class Twins:
+    """The cache and its model; every action is done to both and their answers compared."""
 
     def __init__(self) -> None:
-        super().__init__()
         limits = Limits(
             arena_bytes=NUM_UNITS * UNIT,
             session_timeout_s=TIMEOUT_S,
@@ -155,39 +162,27 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = Cache(limits, boot_tag=1, now=0.0)
         self.model = NaiveCache()
         self.ended: list[int] = []
-
-    @initialize()
-    def first_session(self) -> None:
         self.open_session(PRODUCERS[0])
 
-    @rule(producer=st.sampled_from(PRODUCERS))
     def open_session(self, producer: str) -> None:
         if len(self.model.sessions) < 3:
             number = self.cache.open_session("test", Publisher(producer, NAMESPACE), self.model.now)
             self.model.sessions[number] = (producer, self.model.now)
 
-    def pick_session(self, data: st.DataObject) -> int | None:
+    def pick(self, choose: Choose) -> int:
         """An open session, after an empty call of it: which expires what is due and is a sign of life."""
         if not self.model.sessions:
-            return None
-        session = data.draw(st.sampled_from(sorted(self.model.sessions)), label="session")
+            self.open_session(PRODUCERS[0])
+        session = choose(sorted(self.model.sessions))
         self.cache.commit(session, [], self.model.now)
         self.model.sessions[session] = (self.model.sessions[session][0], self.model.now)
         self.model.expire_held()
         return session
 
-    @rule(
-        data=st.data(),
-        path=st.sampled_from(PATHS),
-        layers=st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True),
-        num_bytes=st.integers(1, 4 * UNIT),
-    )
-    def reserve(self, data: st.DataObject, path: tuple[int, ...], layers: list[int], num_bytes: int) -> None:
-        if (session := self.pick_session(data)) is None:
-            return
+    def reserve(self, session: int, path: tuple[int, ...], layers: list[int], num_bytes: int, commit: bool) -> None:
         producer = self.model.sessions[session][0]
         wanted = [(chunk, producer, layer) for chunk in path for layer in layers]
-        entries = [NewEntry(KEYS[chunk], self.parent_key(chunk), layer, num_bytes) for chunk, _, layer in wanted]
+        entries = [NewEntry(KEYS[chunk], parent_key(chunk), layer, num_bytes) for chunk, _, layer in wanted]
         answers = self.cache.reserve(session, Kind.MAP, producer, entries, self.model.now)
         assert len(answers) == len(entries)
         without_room: set[int | None] = set()
@@ -195,26 +190,19 @@ class CacheMachine(RuleBasedStateMachine):
             if PARENTS[entry[0]] in without_room:
                 expected = Reservation(ReservationState.NO_ROOM)
             else:
-                expected = self.model.reserve(session, entry, num_bytes)
+                expected = self.model.reserve(entry, num_bytes)
             assert (answer.state, answer.extent) == (expected.state, expected.extent)
             if answer.extent is not None:
                 self.model.open[answer.id] = Open(session, entry, answer.extent, self.model.now + RESERVATION_S)
             if answer.state is ReservationState.NO_ROOM:
                 without_room.add(entry[0])
+        if commit:
+            self.finish(session, [answer.id for answer in answers if answer.id], commit=True)
 
-    @staticmethod
-    def parent_key(chunk: int) -> bytes | None:
-        parent = PARENTS[chunk]
-        return None if parent is None else KEYS[parent]
+    def reservations_of(self, session: int) -> list[int]:
+        return sorted(number for number, reservation in self.model.open.items() if reservation.session == session)
 
-    @rule(data=st.data(), commit=st.booleans())
-    def finish(self, data: st.DataObject, commit: bool) -> None:
-        if (session := self.pick_session(data)) is None:
-            return
-        own = sorted(number for number, reservation in self.model.open.items() if reservation.session == session)
-        if not own:
-            return
-        numbers = data.draw(st.lists(st.sampled_from(own), min_size=1, unique=True), label="reservations")
+    def finish(self, session: int, numbers: list[int], commit: bool) -> None:
         (self.cache.commit if commit else self.cache.abort)(session, numbers, self.model.now)
         for number in numbers:
             reservation = self.model.open.pop(number)
@@ -224,24 +212,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.ended.append(number)
         self.model.forget_empty()
 
-    @rule(data=st.data())
-    def commit_what_has_ended(self, data: st.DataObject) -> None:
-        if self.ended and (session := self.pick_session(data)) is not None:
+    def commit_what_has_ended(self, session: int) -> None:
+        if self.ended:
             with pytest.raises(NotFound):
-                self.cache.commit(session, [*self.own_reservations(session), self.ended[-1]], self.model.now)
+                self.cache.commit(session, [*self.reservations_of(session), self.ended[-1]], self.model.now)
 
-    def own_reservations(self, session: int) -> list[int]:
-        return [number for number, reservation in self.model.open.items() if reservation.session == session]
-
-    @rule(
-        data=st.data(),
-        path=st.sampled_from(PATHS),
-        layers=st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True),
-        lease_s=st.sampled_from([0.0, 1.0, MAX_LEASE_S]),
-    )
-    def look_up(self, data: st.DataObject, path: tuple[int, ...], layers: list[int], lease_s: float) -> None:
-        if (session := self.pick_session(data)) is None:
-            return
+    def look_up(self, session: int, path: tuple[int, ...], layers: list[int], lease_s: float) -> None:
         keys, want = [KEYS[chunk] for chunk in path], Want(Kind.MAP, MODEL, tuple(layers))
         result = self.cache.lookup(session, keys, [want], lease_s, self.model.now)
         expected = set()
@@ -254,57 +230,42 @@ class CacheMachine(RuleBasedStateMachine):
         assert bool(result.lease_id) == bool(expected and lease_s)
         if result.lease_id:
             chunks = path[: max(hit.num_chunks for hit in result.hits)]
-            for chunk in reversed(chunks):
+            for chunk in chunks:
                 self.model.use(chunk)
             extents = tuple(extent for hit in result.hits for extent in hit.extents)
             self.model.leases[result.lease_id] = Lease(session, chunks, extents, self.model.now + lease_s)
 
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        if (session := self.pick_session(data)) is None:
-            return
+    def release(self, session: int, choose: Choose) -> None:
         own = sorted(number for number, lease in self.model.leases.items() if lease.session == session)
         if own:
-            number = data.draw(st.sampled_from(own), label="lease")
+            number = choose(own)
             for _ in range(2):  # the second time it has ended already
                 self.cache.release(session, [number], self.model.now)
             del self.model.leases[number]
 
-    @rule(data=st.data())
-    def end_session(self, data: st.DataObject) -> None:
-        if (session := self.pick_session(data)) is not None:
-            for _ in range(2):
-                self.cache.end_session(session)
-            self.model.end_session(session)
-            with pytest.raises(PreconditionFailed, match="has ended"):
-                self.cache.heartbeat(session, self.model.now)
-
-    @rule(data=st.data())
-    def heartbeat(self, data: st.DataObject) -> None:
-        if self.model.sessions:
-            session = data.draw(st.sampled_from(sorted(self.model.sessions)), label="session")
+    def end_session(self, session: int) -> None:
+        for _ in range(2):
+            self.cache.end_session(session)
+        self.model.end_session(session)
+        with pytest.raises(PreconditionFailed, match="has ended"):
             self.cache.heartbeat(session, self.model.now)
-            self.model.sessions[session] = (self.model.sessions[session][0], self.model.now)
 
-    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 2.0, TIMEOUT_S / 2]))
     def let_time_pass(self, passed: float) -> None:
         self.model.now += passed
-        silent = {number for number, (_, seen) in self.model.sessions.items() if self.model.now - seen > TIMEOUT_S}
+        sessions = self.model.sessions.items()
+        silent = {number for number, (_, seen) in sessions if self.model.now - seen > TIMEOUT_S}
         assert set(self.cache.expire(self.model.now)) == silent
         self.model.expire_held()
         for session in silent:
             self.model.end_session(session)
 
-    @invariant()
-    def leased_blobs_are_where_they_were(self) -> None:
+    def check(self) -> None:
+        """Leased blobs are where they were, and every gauge agrees."""
         there = set(self.model.entries.values())
         for number, lease in self.model.leases.items():
             if lease.expiry > self.model.now:
                 assert set(lease.extents) <= there
                 self.cache._leases.check(lease.session, number, lease.extents)
-
-    @invariant()
-    def gauges_agree(self) -> None:
         stats = self.cache.stats(self.model.now)
         assert stats.num_entries == len(self.model.entries)
         assert stats.num_chunks == len({entry[0] for entry in self.model.entries})
@@ -316,20 +277,112 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.evicted_entries == self.model.evicted
         assert self.cache.is_idle == (not self.model.leases and not self.model.open)
 
-    def teardown(self) -> None:
+    def finish_everything(self) -> None:
         """With every session gone all that is left can make way, to the last byte, and no key is blocked."""
         for session in list(self.model.sessions):
             self.cache.end_session(session)
         session = self.cache.open_session("last", Publisher(PRODUCERS[0], NAMESPACE), self.model.now)
-        whole = [NewEntry(b"w" * 16, None, 0, NUM_UNITS * UNIT)]
-        (answer,) = self.cache.reserve(session, Kind.MAP, PRODUCERS[0], whole, self.model.now)
-        assert answer.extent == Extent(0, NUM_UNITS * UNIT)
-        self.cache.abort(session, [answer.id], self.model.now)
-        assert self.cache.stats(self.model.now).used_bytes == 0
-        everything = [NewEntry(key, self.parent_key(chunk), 0, 1) for chunk, key in enumerate(KEYS)]
-        answers = self.cache.reserve(session, Kind.MAP, PRODUCERS[0], everything, self.model.now)
-        assert {answer.state for answer in answers} == {ReservationState.RESERVED}
+        blobs = [NewEntry(b"w" * 16, None, 0, NUM_UNITS * UNIT)]
+        blobs += [NewEntry(key, parent_key(chunk), 0, 1) for chunk, key in enumerate(KEYS)]
+        for blob in blobs:
+            (answer,) = self.cache.reserve(session, Kind.MAP, PRODUCERS[0], [blob], self.model.now)
+            assert answer.extent == Extent(0, blob.num_bytes)
+            self.cache.abort(session, [answer.id], self.model.now)
+            assert self.cache.stats(self.model.now).used_bytes == 0
 
 
-CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+class CacheMachine(RuleBasedStateMachine):
+    """Up to three engines that publish and read along a small tree of chunks."""
+
+    paths = st.sampled_from(PATHS)
+    layers = st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True)
+
+    @initialize(paths=st.lists(paths, min_size=1, max_size=4))
+    def start_with_some_blobs(self, paths: list[tuple[int, ...]]) -> None:
+        self.twins = Twins()
+        for path in paths:
+            self.twins.reserve(self.twins.pick(min), path, [0], UNIT, commit=True)
+
+    @staticmethod
+    def chooser(data: st.DataObject) -> Choose:
+        return lambda numbers: data.draw(st.sampled_from(numbers))
+
+    def pick(self, data: st.DataObject) -> int:
+        return self.twins.pick(self.chooser(data))
+
+    @rule(producer=st.sampled_from(PRODUCERS))
+    def open_session(self, producer: str) -> None:
+        self.twins.open_session(producer)
+
+    @rule(data=st.data(), path=paths, layers=layers, num_bytes=st.integers(1, 2 * UNIT), commit=st.booleans())
+    def reserve(
+        self, data: st.DataObject, path: tuple[int, ...], layers: list[int], num_bytes: int, commit: bool
+    ) -> None:
+        self.twins.reserve(self.pick(data), path, layers, num_bytes, commit)
+
+    @rule(data=st.data(), commit=st.booleans())
+    def finish(self, data: st.DataObject, commit: bool) -> None:
+        session = self.pick(data)
+        if own := self.twins.reservations_of(session):
+            self.twins.finish(session, data.draw(st.lists(st.sampled_from(own), min_size=1, unique=True)), commit)
+
+    @rule(data=st.data())
+    def commit_what_has_ended(self, data: st.DataObject) -> None:
+        self.twins.commit_what_has_ended(self.pick(data))
+
+    @rule(data=st.data(), path=paths, layers=layers, lease_s=st.sampled_from([0.0, 1.0, MAX_LEASE_S]))
+    def look_up(self, data: st.DataObject, path: tuple[int, ...], layers: list[int], lease_s: float) -> None:
+        self.twins.look_up(self.pick(data), path, layers, lease_s)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.twins.release(self.pick(data), self.chooser(data))
+
+    @rule(data=st.data())
+    def end_session(self, data: st.DataObject) -> None:
+        self.twins.end_session(self.pick(data))
+
+    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 2.0, TIMEOUT_S / 2]))
+    def let_time_pass(self, passed: float) -> None:
+        self.twins.let_time_pass(passed)
+
+    @invariant()
+    def they_agree(self) -> None:
+        if hasattr(self, "twins"):
+            self.twins.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "twins"):
+            self.twins.finish_everything()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestCache = CacheMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_and_busy_life(seed: int) -> None:
+    """What the machine above seldom reaches: hundreds of evictions one after the other."""
+    twins, chance = Twins(), Random(seed)
+    for _ in range(5000):
+        session, path = twins.pick(chance.choice), chance.choice(PATHS)
+        layers = chance.choice(([0], [0], [1], [0, 1], [1, 0]))
+        match chance.choices(range(7), weights=(10, 3, 1, 6, 5, 1, 4))[0]:
+            case 0:
+                twins.reserve(session, path, layers, chance.randint(1, 2 * UNIT), chance.random() < 0.7)
+            case 1 if own := twins.reservations_of(session):
+                twins.finish(session, chance.sample(own, chance.randint(1, len(own))), chance.random() < 0.8)
+            case 2:
+                twins.commit_what_has_ended(session)
+            case 3:
+                twins.look_up(session, path, layers, chance.choice((0.0, 1.0, MAX_LEASE_S)))
+            case 4:
+                twins.release(session, chance.choice)
+            case 5:
+                twins.end_session(session)
+                twins.open_session(chance.choice(PRODUCERS))
+            case 6:
+                twins.let_time_pass(chance.choice((0.0, 0.5, 1.0, TIMEOUT_S / 2)))
+        twins.check()
+    assert twins.model.evicted > 200
+    twins.finish_everything()

@@ -322,6 +322,28 @@ def test_the_end_of_a_session_frees_what_it_held(play: Play) -> None:
     play(scenario)
 
 
+def test_a_client_that_never_reads_and_goes_away_holds_nothing(play: Play) -> None:
+    async def scenario(served: Served) -> None:
+        async with served.client() as other:
+            await other.open()
+            async with served.client() as deaf:
+                await deaf.open(producer="")
+                for number in range(400):  # far more news than a connection takes in unread
+                    layers = [cache_pb2.LayerInterest(layer=layer, heads=range(64)) for layer in range(number, 200)]
+                    wanted = cache_pb2.Interest(namespace=NAMESPACE, model=f"m@{number}", layers=layers)
+                    interests = cache_pb2.InterestSet(interests=[wanted])
+                    await other.stream.write(cache_pb2.SessionRequest(interests=interests))
+                    await other.receive()
+
+            async def is_alone() -> bool:
+                return (await other.stats()).num_sessions == 1
+
+            async with asyncio.timeout(5):
+                await until(is_alone)
+
+    play(scenario, session_timeout_s=60.0)
+
+
 def test_everyone_is_told_who_publishes_and_what_is_wanted(play: Play) -> None:
     async def scenario(served: Served) -> None:
         async with served.client() as sender, served.client() as receiver:

@@ -40,6 +40,12 @@ def test_the_daemons_own_sleep_is_nobodys_silence(sessions: Sessions) -> None:
     assert sessions.silent(109.0) == [session]
 
 
+def test_a_short_hold_up_of_the_daemon_is_forgiven_too(sessions: Sessions) -> None:
+    sessions.open(None, 0.0)
+    for now in (2.0, 8.5, 12.0):  # held up from 2 to 8.5
+        assert sessions.silent(now) == []
+
+
 def test_time_does_not_run_backwards_for_a_session(sessions: Sessions) -> None:
     session = sessions.open(None, 8.0)
     sessions.touch(session, 5.0)
