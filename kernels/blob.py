@@ -30,6 +30,7 @@ class BlobErrorReason(enum.StrEnum):
     VERSION_SKEW = "version_skew"  # another format version
     TRUNCATED = "truncated"  # fewer bytes than the blob needs
     CHECKSUM = "checksum"  # torn, overwritten or damaged
+    IDENTITY = "identity"  # sound, but of another entry than the one asked for
     MALFORMED = "malformed"  # intact bytes that make no valid map, or lack a head asked for
 
 
@@ -47,8 +48,11 @@ def blob_num_bytes(attention_map: AttentionMap) -> int:
     return header.prologue_bytes + sum(HeadLayout(header, n).num_bytes for n in _tiles_per_head(attention_map))
 
 
-def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray) -> int:
+def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, identity: int = 0) -> int:
     """Serialise into the front of `buffer` (writable, contiguous); return the bytes written.
+
+    `identity`: 64 bits that tie the blob to its place in the cache, so that a reader whose bytes were replaced by
+    another sound blob notices.
 
     The header goes last and the magic is wiped first, so that a half-written buffer never looks valid. Copies to the
     host what lies on an accelerator. Raises ValueError, and writes nothing, if the buffer is read-only or too small.
@@ -78,22 +82,26 @@ def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray) -> i
     _put(prologue, layout.HEADER_BYTES, attention_map.row_counts.cpu().numpy(), "<i4", end=header.head_table_offset)
     table_end = header.head_table_offset + len(table)
     prologue[header.head_table_offset : table_end] = np.frombuffer(table, dtype=np.uint8)
-    prologue[: layout.HEADER_BYTES] = np.frombuffer(_header_of(attention_map, total_bytes=total).pack(), dtype=np.uint8)
+    prologue[: layout.HEADER_BYTES] = np.frombuffer(_header_of(attention_map, total, identity).pack(), dtype=np.uint8)
     prologue[layout.CHECKSUM_FIELD] = np.frombuffer(_checksum(prologue).to_bytes(8, "little"), dtype=np.uint8)
     out[layout.HEADER_BYTES : header.prologue_bytes] = prologue[layout.HEADER_BYTES :]
     out[: layout.HEADER_BYTES] = prologue[: layout.HEADER_BYTES]
     return total
 
 
-def read_blob(buffer: bytes | bytearray | memoryview, heads: Sequence[int] | None = None) -> AttentionMap:
+def read_blob(
+    buffer: bytes | bytearray | memoryview, heads: Sequence[int] | None = None, *, identity: int = 0
+) -> AttentionMap:
     """Copy an attention map out of the front of `buffer` (which may be longer), then verify the copy.
 
     `heads` picks the heads and their order in the result (default: all); only their bytes are read. Raises BlobError
-    for anything wrong with the bytes, a head that the blob lacks included; TypeError or ValueError for a repeated or
+    for anything wrong with the bytes, a head that the blob lacks or another `identity` included; TypeError or ValueError for a repeated or
     negative head.
     """
     view = memoryview(buffer).cast("B")
     header, prologue = _read_prologue(view)
+    if header.identity != identity:
+        raise BlobError(BlobErrorReason.IDENTITY, f"expected {identity:016x}, the blob says {header.identity:016x}")
     wanted = check_heads(range(header.num_heads) if heads is None else heads, 2**32)
     if not wanted or max(wanted) >= header.num_heads:
         raise _malformed(f"expected one or more of the blob's {header.num_heads} heads, got {list(wanted)}")
@@ -116,7 +124,7 @@ _Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # mass, i
 _Array = npt.NDArray[np.generic]
 
 
-def _header_of(attention_map: AttentionMap, total_bytes: int = 0) -> Header:
+def _header_of(attention_map: AttentionMap, total_bytes: int = 0, identity: int = 0) -> Header:
     tiles = attention_map.tiles
     return Header(
         tile_dtype=layout.TILES_NONE if tiles is None else _TILE_CODES[tiles.values.dtype],
@@ -127,6 +135,7 @@ def _header_of(attention_map: AttentionMap, total_bytes: int = 0) -> Header:
         num_col_blocks=attention_map.num_col_blocks,
         chunk_index=attention_map.chunk_index,
         total_bytes=total_bytes,
+        identity=identity,
     )
 
 
@@ -200,7 +209,7 @@ def _head_table(header: Header, prologue: bytearray) -> memoryview:
 
 
 def _check_header(header: Header) -> None:
-    known = (layout.HEADER_BYTES, layout.KIND_MAP, layout.MASS_U8_SQRT, (0, 0, 0))
+    known = (layout.HEADER_BYTES, layout.KIND_MAP, layout.MASS_U8_SQRT, (0, 0))
     got = (header.header_bytes, header.kind, header.mass_dtype, header.reserved)
     if got != known or header.tile_dtype not in layout.TILE_ITEM_BYTES or header.flags & ~layout.FLAG_APPROXIMATE:
         raise _malformed(f"unknown kind, dtype, flag or reserved field in {header}")

@@ -31,7 +31,7 @@ HEADER_BYTES = 64
 HEAD_ENTRY = struct.Struct("<QQQ")
 CHECKSUM_FIELD = slice(56, 64)
 # magic, version, header bytes, kind, mass dtype, tile dtype, 0,
-# flags, block, num_heads, num_row_blocks, num_col_blocks, chunk_index, 0, total bytes, 0, checksum
+# flags, block, num_heads, num_row_blocks, num_col_blocks, chunk_index, 0, total bytes, identity, checksum
 _HEADER = struct.Struct("<4sHHBBBBIIIIIIIQQQ")
 
 
@@ -52,12 +52,13 @@ class Header:
     num_col_blocks: int
     chunk_index: int
     total_bytes: int  # of the whole blob, a multiple of 64
+    identity: int = 0  # what the writer tied the blob to, 0 for nothing
     checksum: int = 0  # xxh3_64 of the prologue with this field zero
     version: int = FORMAT_VERSION
     header_bytes: int = HEADER_BYTES
     kind: int = KIND_MAP
     mass_dtype: int = MASS_U8_SQRT
-    reserved: tuple[int, int, int] = (0, 0, 0)
+    reserved: tuple[int, int] = (0, 0)
 
     def pack(self) -> bytes:
         """The 64 bytes of the header."""
@@ -77,7 +78,7 @@ class Header:
             self.chunk_index,
             self.reserved[1],
             self.total_bytes,
-            self.reserved[2],
+            self.identity,
             self.checksum,
         )
 
@@ -91,7 +92,8 @@ class Header:
             kind=fields[3],
             mass_dtype=fields[4],
             tile_dtype=fields[5],
-            reserved=(fields[6], fields[13], fields[15]),
+            reserved=(fields[6], fields[13]),
+            identity=fields[15],
             flags=fields[7],
             block=fields[8],
             num_heads=fields[9],

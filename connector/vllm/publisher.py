@@ -63,9 +63,10 @@ class Publisher:
                 self._counters.add("publish_dropped", "no_room", report.no_room)
 
     def _blob(self, item: FinishedMap) -> PendingBlob:
+        identity = map_identity(item.chunk.key, self._producer_id, item.layer)
 
         def write(buffer: memoryview) -> int:
-            return write_blob(item.map, buffer)
+            return write_blob(item.map, buffer, identity=identity)
 
         return PendingBlob(
             key=item.chunk.key,

@@ -196,7 +196,7 @@ class MapWorker:
         buffers = self._client.read(order.lease, [chunk.extents[position] for chunk in order.chunks])
         maps = []
         for chunk, buffer in zip(order.chunks, buffers):
-            found = read_blob(buffer)
+            found = read_blob(buffer, identity=map_identity(chunk.key, order.producer, layer))
             expected = (plan.block, plan.sender.num_heads, plan.chunk_tokens // plan.block, chunk.index)
             got = (found.block, found.mass.shape[0], found.mass.shape[1], found.chunk_index)
             if got != expected:

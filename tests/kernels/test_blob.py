@@ -272,7 +272,6 @@ FORGERIES = {
     "chunk index": {32: u32(2)},
     "reserved word": {36: u32(1)},
     "total below": {40: u32(192)},
-    "reserved long": {48: u32(1)},
     "negative row count": {64: b"\xff\xff\xff\xff"},
     "row count over the block": {64: u32(9)},
     "head offset": {72: u32(192)},
@@ -383,3 +382,14 @@ def test_a_typed_view_of_memory_will_do(fixed_map: FixedMap, same_map: SameMap) 
     words = np.zeros(blob_num_bytes(one) // 8, dtype="<u8")
     write_blob(one, words.data)
     assert same_map(read_blob(words.data), one)
+
+
+def test_a_blob_of_another_entry_is_refused(fixed_map: FixedMap, same_map: SameMap) -> None:
+    one = fixed_map(E4M3)
+    data = bytearray(blob_num_bytes(one))
+    write_blob(one, data, identity=2**64 - 3)
+    assert same_map(read_blob(data, identity=2**64 - 3), one)
+    for other in (0, 1, 2**64 - 4):
+        with pytest.raises(BlobError) as caught:
+            read_blob(data, identity=other)
+        assert caught.value.reason is BlobErrorReason.IDENTITY
