@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from mapflow.cache_service.errors import StartupError
 
 SEGMENT_FOLDER = Path("/dev/shm")
 _PIECE_BYTES = 64 << 20
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 class Arena:
@@ -35,7 +38,7 @@ class Arena:
             folder: where the system keeps shared memory.
 
         Raises:
-            StartupError: less shared memory is free than asked for, or the file cannot be created.
+            StartupError: less memory is free than asked for, or the file cannot be created.
         """
         self.num_bytes = num_bytes
         self._mapping: mmap.mmap | None = None
@@ -123,12 +126,26 @@ def _require_free(num_bytes: int, folder: Path) -> None:
         raise StartupError(
             f"shared memory at {folder} cannot be used: {error.strerror}; mount a tmpfs there"
         ) from error
-    free = room.f_bavail * room.f_frsize
+    limits = [(room.f_bavail * room.f_frsize, f"{folder} has", f"enlarge {folder}")]
+    if (available := _number_after("MemAvailable:", _MEMINFO)) is not None:
+        limits.append((available * 1024, "this host has", "free some memory"))
+    if (allowed := _number_after("", _CGROUP_LIMIT)) is not None:
+        limits.append((allowed, "this control group allows", "raise its limit"))
+    free, holder, way_out = min(limits)
     if num_bytes > free:
         raise StartupError(
-            f"arena needs {num_bytes} bytes of shared memory but {folder} has {free} bytes free; "
-            f"choose a smaller arena or enlarge {folder}"
+            f"arena needs {num_bytes} bytes of shared memory but {holder} {free} bytes free; "
+            f"choose a smaller arena or {way_out}"
         )
+
+
+def _number_after(label: str, path: Path) -> int | None:
+    """The number behind a label in one of the kernel's files; None where there is no such file, label or number."""
+    try:
+        match = re.search(rf"^{label}\s*(\d+)", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if match is None else int(match[1])
 
 
 def _create_locked(folder: Path) -> tuple[Path, int]:

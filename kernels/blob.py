@@ -95,8 +95,8 @@ def read_blob(
     """Copy an attention map out of the front of `buffer` (which may be longer), then verify the copy.
 
     `heads` picks the heads and their order in the result (default: all); only their bytes are read. Raises BlobError
-    for anything wrong with the bytes, a head that the blob lacks or another `identity` included; TypeError or ValueError for a repeated or
-    negative head.
+    for anything wrong with the bytes, a head that the blob lacks or another `identity` included; TypeError or
+    ValueError for a repeated or negative head.
     """
     view = memoryview(buffer).cast("B")
     header, prologue = _read_prologue(view)

@@ -19,9 +19,9 @@ from mapflow.connector.messages import Hit, LookupResult, Want
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.plan import Plan
 from mapflow.connector.reasons import Unavailable
+from mapflow.connector.vllm.capture import UNFINISHED_CAPTURES
 from mapflow.connector.vllm.config import ConnectorConfig
 from mapflow.connector.vllm.messages import CapturedChunk, MappedChunk, RequestStep, ReuseReport, ScheduledRows
-from mapflow.connector.vllm.capture import UNFINISHED_CAPTURES
 from mapflow.connector.vllm.request_state import Fate, RequestParams, RequestState, choose_plan
 from mapflow.connector.vllm.turns import UnfinishedChunks
 

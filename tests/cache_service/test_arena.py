@@ -65,13 +65,38 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_an_arena_larger_than_free_memory_names_both(tmp_path: Path) -> None:
-    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    much = 1 << 60
     with pytest.raises(
-        StartupError, match=r"arena needs \d+ bytes of shared memory but .* has \d+ bytes free"
+        StartupError, match=r"arena needs \d+ bytes of shared memory but .* \d+ bytes free; choose"
     ) as refused:
-        Arena(free * 2, tmp_path)
-    assert str(free * 2) in str(refused.value)
+        Arena(much, tmp_path)
+    assert str(much) in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("_MEMINFO", "MemTotal:  900 kB\nMemAvailable:    4 kB\n", "8192 bytes .* this host has 4096 bytes free"),
+        ("_CGROUP_LIMIT", "4096\n", "8192 bytes .* this control group allows 4096 bytes free"),
+    ],
+)
+def test_memory_that_is_not_there_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, message: str
+) -> None:
+    """Asking for it would not fail: the kernel would kill somebody instead."""
+    (tmp_path / "limit").write_text(text)
+    monkeypatch.setattr(module, name, tmp_path / "limit")
+    with pytest.raises(StartupError, match=message):
+        Arena(8192, tmp_path)
+    Arena(4096, tmp_path).close()
+
+
+def test_limits_that_are_not_set_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "limit").write_text("max\n")
+    monkeypatch.setattr(module, "_CGROUP_LIMIT", tmp_path / "limit")
+    monkeypatch.setattr(module, "_MEMINFO", tmp_path / "missing")
+    Arena(4096, tmp_path).close()
 
 
 def test_memory_that_runs_out_while_it_is_fetched_is_an_error_at_start(

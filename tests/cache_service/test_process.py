@@ -67,7 +67,8 @@ class Client:
     def _requests(self) -> Iterator[cache_pb2.SessionRequest]:
         yield OPEN
         while not self._stop:
-            time.sleep(0.05)
+            yield cache_pb2.SessionRequest(heartbeat=cache_pb2.Heartbeat())
+            time.sleep(0.1)
 
     def close(self) -> None:
         """End the session."""
@@ -306,7 +307,12 @@ def test_many_daemons_racing_for_one_socket_leave_one(socket_folder: Path) -> No
 
 def test_an_arena_that_does_not_fit(socket_folder: Path) -> None:
     endpoint = f"unix://{socket_folder / 's'}"
-    assert_refused(run_daemon("--endpoint", endpoint, "--arena", "4096TiB"), str(4096 << 40), "bytes free", "/dev/shm")
+    assert_refused(
+        run_daemon("--endpoint", endpoint, "--arena", "4096TiB"),
+        str(4096 << 40),
+        "bytes free",
+        "choose a smaller arena",
+    )
     assert not (socket_folder / "s").exists()
 
 
@@ -328,7 +334,7 @@ def test_what_else_keeps_it_from_starting(socket_folder: Path) -> None:
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 def test_a_client_that_is_gone_holds_nothing(start_daemon: StartDaemon, way: str) -> None:
-    daemon = start_daemon(options=("--session-timeout", "1"))
+    daemon = start_daemon(options=("--session-timeout", "2"))
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
