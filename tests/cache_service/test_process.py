@@ -10,25 +10,19 @@ import stat
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from mapflow.v1 import cache_pb2, cache_pb2_grpc
 
 pytestmark = pytest.mark.service
 
-PRODUCER = cache_pb2.Producer(id="m@1/float32/tp0of1", model="m@1")
-NAMESPACE = cache_pb2.Namespace(
-    format_version=1, tokenizer_fingerprint="f00d", chunk_tokens=512, block=64, key_hash=cache_pb2.KEY_HASH_XXH3_128
-)
-OPEN = cache_pb2.SessionRequest(open=cache_pb2.OpenSession(client_name="test", namespace=NAMESPACE, producer=PRODUCER))
 KEY = b"k" * 16
 
 
@@ -53,83 +47,15 @@ class Daemon(Protocol):
 
 
 StartDaemon = Callable[..., Daemon]
+Connect = Callable[[str], AbstractContextManager[Any]]
 
 
-class Client:
-    """A session over blocking stubs, with one blob published, leased, and another one reserved."""
-
-    def __init__(self, channel: grpc.Channel) -> None:
-        self.stub: Any = cache_pb2_grpc.CacheStub(channel)  # type: ignore[no-untyped-call]
-        self._stop = False
-        self.stream = self.stub.Session(self._requests())
-        self.session = next(self.stream).opened.session_id
-
-    def _requests(self) -> Iterator[cache_pb2.SessionRequest]:
-        yield OPEN
-        while not self._stop:
-            yield cache_pb2.SessionRequest(heartbeat=cache_pb2.Heartbeat())
-            time.sleep(0.1)
-
-    def close(self) -> None:
-        """End the session."""
-        self._stop = True
-        with contextlib.suppress(grpc.RpcError):
-            for _ in self.stream:
-                pass
-
-    def publish(self, key: bytes = KEY, data: bytes = b"blob") -> None:
-        """Store one blob."""
-        entry = cache_pb2.NewEntry(key=key, layer=0, num_bytes=len(data))
-        header = cache_pb2.StoreHeader(
-            session_id=self.session, kind=cache_pb2.KIND_MAP, producer=PRODUCER.id, entry=entry
-        )
-        requests = [cache_pb2.StoreRequest(header=header), cache_pb2.StoreRequest(data=data)]
-        assert self.stub.Store(iter(requests)).state == cache_pb2.RESERVATION_STATE_RESERVED
-
-    def lookup(self, key: bytes = KEY, lease_s: float = 30.0) -> cache_pb2.LookupResponse:
-        """Look one blob up."""
-        want = cache_pb2.Want(kind=cache_pb2.KIND_MAP, model="m@1", layers=[0])
-        request = cache_pb2.LookupRequest(
-            session_id=self.session, keys=key, key_bytes=16, wants=[want], lease_s=lease_s
-        )
-        response = self.stub.Lookup(request)
-        assert isinstance(response, cache_pb2.LookupResponse)
-        return response
-
-    def reserve(self, key: bytes) -> cache_pb2.Reservation:
-        """Ask for room for one blob."""
-        entry = cache_pb2.NewEntry(key=key, layer=0, num_bytes=100)
-        request = cache_pb2.ReserveRequest(
-            session_id=self.session, kind=cache_pb2.KIND_MAP, producer=PRODUCER.id, entries=[entry]
-        )
-        (reservation,) = self.stub.Reserve(request).reservations
-        assert isinstance(reservation, cache_pb2.Reservation)
-        return reservation
-
-
-@contextlib.contextmanager
-def connected(endpoint: str) -> Iterator[Client]:
-    """A client with an open session."""
-    with grpc.insecure_channel(endpoint) as channel:
-        client = Client(channel)
-        try:
-            yield client
-        finally:
-            client.close()
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait for something that happens in another process."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, "it did not happen in time"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_daemon(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -166,7 +92,7 @@ def test_a_ready_daemon_says_so_and_leaves_nothing_behind(daemon: Daemon) -> Non
     assert "Traceback" not in daemon.log
 
 
-def test_sigterm_waits_for_readers_and_writers(daemon: Daemon) -> None:
+def test_sigterm_waits_for_readers_and_writers(daemon: Daemon, connected: Connect) -> None:
     with connected(daemon.endpoint) as client:
         client.publish()
         lease = client.lookup().lease_id
@@ -190,7 +116,7 @@ def test_sigterm_waits_for_readers_and_writers(daemon: Daemon) -> None:
     assert not daemon.socket_path.exists()
 
 
-def test_draining_has_a_bound(start_daemon: StartDaemon) -> None:
+def test_draining_has_a_bound(start_daemon: StartDaemon, connected: Connect) -> None:
     daemon = start_daemon(options=("--drain", "0.5"))
     with connected(daemon.endpoint) as client:
         client.reserve(KEY)
@@ -200,7 +126,7 @@ def test_draining_has_a_bound(start_daemon: StartDaemon) -> None:
     assert "event=drained complete=false" in daemon.log
 
 
-def test_a_second_signal_ends_it_at_once(start_daemon: StartDaemon) -> None:
+def test_a_second_signal_ends_it_at_once(start_daemon: StartDaemon, connected: Connect) -> None:
     daemon = start_daemon(options=("--drain", "60"))
     with connected(daemon.endpoint) as client:
         client.reserve(KEY)
@@ -226,7 +152,7 @@ def test_a_signal_while_memory_is_fetched_is_heard(socket_folder: Path) -> None:
     command = [sys.executable, "-P", "-m", "mapflow.cache_service", "--arena", str(min(2 << 30, free // 2))]
     command += ["--endpoint", f"unix://{socket_folder / 's'}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    until(lambda: bool(open_segments(process.pid)), 30.0)
+    until(lambda: bool(open_segments(process.pid)))
     (segment,) = open_segments(process.pid)
     process.send_signal(signal.SIGTERM)
     _, log = process.communicate(timeout=30)
@@ -236,10 +162,9 @@ def test_a_signal_while_memory_is_fetched_is_heard(socket_folder: Path) -> None:
     assert not segment.exists()
 
 
-def test_a_crashed_daemon_comes_back_as_another_boot(daemon: Daemon) -> None:
+def test_a_crashed_daemon_comes_back_as_another_boot(daemon: Daemon, connected: Connect) -> None:
     boot, segment = daemon.stats().boot_id, daemon.segment_path
-    with grpc.insecure_channel(daemon.endpoint) as channel:
-        client = Client(channel)
+    with connected(daemon.endpoint) as client:
         client.publish()
         session = client.session
         daemon.kill()
@@ -248,7 +173,6 @@ def test_a_crashed_daemon_comes_back_as_another_boot(daemon: Daemon) -> None:
         daemon.restart()
         with pytest.raises(grpc.RpcError):
             list(client.stream)
-        client.close()
     assert not segment.exists()
     assert f"event=stale_segment_removed segment_name={segment.name}" in daemon.log
     assert daemon.stats().boot_id != boot
@@ -333,14 +257,14 @@ def test_what_else_keeps_it_from_starting(socket_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["killed", "stopped"])
-def test_a_client_that_is_gone_holds_nothing(start_daemon: StartDaemon, way: str) -> None:
+def test_a_client_that_is_gone_holds_nothing(start_daemon: StartDaemon, way: str, connected: Connect) -> None:
     daemon = start_daemon(options=("--session-timeout", "2"))
     script = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import grpc, time
-from test_process import Client
-client = Client(grpc.insecure_channel({daemon.endpoint!r}))
+from conftest import BlockingClient
+client = BlockingClient(grpc.insecure_channel({daemon.endpoint!r}))
 client.publish()
 client.lookup()
 client.reserve(b"w" * 16)
@@ -362,64 +286,3 @@ time.sleep(600)
     finally:
         process.kill()
         process.communicate()
-
-
-def test_metrics_can_be_scraped(start_daemon: StartDaemon) -> None:
-    port = free_port()
-    daemon = start_daemon(arena="1MiB", options=("--metrics-port", str(port)))
-    with connected(daemon.endpoint) as client:
-        client.publish()
-        client.lookup()
-        client.lookup(b"n" * 16)
-        with pytest.raises(grpc.RpcError):
-            client.stub.Commit(cache_pb2.CommitRequest(session_id=client.session, reservation_ids=[1]))
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-            text = response.read().decode()
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    expected = {
-        "mapflow_lookups_total": 2,
-        "mapflow_lookup_chunks_total": 2,
-        "mapflow_hit_chunks_total": 1,
-        "mapflow_miss_chunks_total": 1,
-        "mapflow_evicted_entries_total": 0,
-        "mapflow_arena_bytes": 1 << 20,
-        "mapflow_used_bytes": 64,
-        "mapflow_num_entries": 1,
-        "mapflow_num_sessions": 1,
-        "mapflow_num_leases": 1,
-        'mapflow_rpc_seconds_count{code="OK",method="Lookup"}': 2,
-        'mapflow_rpc_seconds_count{code="NOT_FOUND",method="Commit"}': 1,
-    }
-    assert {name: float(values[name]) for name in expected} == expected
-    assert daemon.terminate() == 0
-
-
-def test_health_and_reflection(daemon: Daemon) -> None:
-    assert health(daemon.endpoint, "") == health_pb2.HealthCheckResponse.SERVING
-    with grpc.insecure_channel(daemon.endpoint) as channel:
-        database = ProtoReflectionDescriptorDatabase(channel)
-        assert {"mapflow.v1.Cache", "grpc.health.v1.Health"} <= set(database.get_services())
-        file = database.FindFileContainingSymbol("mapflow.v1.Cache")
-        assert [method.name for method in file.service[0].method][:3] == ["Handshake", "Session", "Lookup"]
-
-
-def test_logs_are_lines_of_json_on_request_and_hold_no_keys(socket_folder: Path) -> None:
-    import json
-
-    command = [sys.executable, "-P", "-m", "mapflow.cache_service", "--arena", "1MiB", "--log-format", "json"]
-    endpoint = f"unix://{socket_folder / 's'}"
-    process = subprocess.Popen([*command, "--endpoint", endpoint], stderr=subprocess.PIPE, text=True)
-    try:
-        until(lambda: (socket_folder / "s").exists(), 30.0)
-        with connected(endpoint) as client:
-            client.publish()
-    finally:
-        process.terminate()
-        _, log = process.communicate(timeout=30)
-    events = [json.loads(line) for line in log.splitlines()]
-    names = [event["event"] for event in events]
-    assert names[-2:] == ["drained", "stopped"]
-    assert {"serving", "session_opened", "session_ended", "stopping"} <= set(names)
-    assert next(event for event in events if event["event"] == "serving")["endpoint"] == endpoint
-    assert KEY.decode() not in log
-    assert KEY.hex() not in log
