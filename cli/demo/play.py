@@ -35,6 +35,7 @@ _START_S = 300.0
 _POSITIONS = 4  # of each reply, at which distributions are compared
 _STRIDE = 8  # tokens between them
 _PUBLISHED_S = 5.0
+_LOOKUP_S = 1.0  # five processes share what may be two cores: the daemon can wait long for its turn
 
 
 class DemoError(RuntimeError):
@@ -168,6 +169,7 @@ def run_demo(pair: Path, conversations: Path, out: Path, logs: Path, *, max_conv
     turns = read_turns(conversations, max_conversations, max_turns)
     logs.mkdir(parents=True, exist_ok=True)
     console = Console()
+    console.width = max(console.width, 110)
     services = Services(logs=logs.resolve())
     endpoint = f"unix://{services.logs / 'mapflow.sock'}"
     try:
@@ -202,7 +204,11 @@ def _start(
     servers = []
     for name, role in (("sender", "kv_producer"), ("receiver", "kv_consumer")):
         port = free_port()
-        extra: dict[str, object] = {"endpoint": endpoint, "plan": [str(plan) for plan in plans]}
+        extra: dict[str, object] = {
+            "endpoint": endpoint,
+            "plan": [str(plan) for plan in plans],
+            "lookup_deadline_s": _LOOKUP_S,
+        }
         command = server_command(pair / name, port, role, extra)
         started.append(services.start(name, command, url=f"http://127.0.0.1:{port}"))
         servers.append(Server(f"http://127.0.0.1:{port}", name))

@@ -116,7 +116,15 @@ def print_report(console: Console, rows: Sequence[RequestRow], summary: dict[str
         layers = ", ".join(f"{count} {mode}" for mode, count in sorted(row.layers.items())) or "–"
         density = "–" if row.density is None else f"{row.density:.2f}"
         numbers = (row.prompt_tokens, row.shared_tokens, row.cached_tokens, row.reused_tokens)
-        cells = (row.conversation, str(row.turn), row.model, row.mode, *map(str, numbers), layers, density)
+        cells = (
+            row.conversation.split("/", 1)[-1],
+            str(row.turn),
+            row.model,
+            row.mode,
+            *map(str, numbers),
+            layers,
+            density,
+        )
         table.add_row(*cells, f"{1000 * row.ttft_s:.0f}")
     console.print(table)
     daemon = summary["daemon"]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from mapflow.connector.client import Client
-from mapflow.connector.counters import Counters
+from mapflow.connector.counters import Counters, LimitedLog
 from mapflow.connector.messages import Hit, LookupResult, Want
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.plan import Plan
@@ -69,6 +69,7 @@ class MapScheduler:
         self._published_layers = published_layers
         self._sender_id = sender_id
         self._clock = clock
+        self._log = LimitedLog(logger)
         self._requests: dict[str, RequestState] = {}
         self._lookups: dict[str, tuple[Future[LookupResult], range, float]] = {}
         self._probes: dict[str, Future[LookupResult]] = {}
@@ -166,17 +167,21 @@ class MapScheduler:
         if not future.done():
             if self._clock() < deadline:
                 return False
-            self._counters.add("lookup_failed", "deadline")
+            self._lookup_failed("deadline", f"no answer within {1000 * self._config.lookup_deadline_s:.0f} ms")
             self._abandon(state.request_id)
             return True
         del self._lookups[state.request_id]
         try:
             result = future.result()
         except Unavailable as error:
-            self._counters.add("lookup_failed", error.reason)
+            self._lookup_failed(error.reason, error.detail)
             return True
         self._use_result(state, result, chunks)
         return True
+
+    def _lookup_failed(self, reason: str, detail: str) -> None:
+        self._counters.add("lookup_failed", reason)
+        self._log.warning(reason, "mapflow: look-up failed (%s: %s); requests are computed in full", reason, detail)
 
     def _use_result(self, state: RequestState, result: LookupResult, chunks: range) -> None:
         state.lease = result.lease
