@@ -37,7 +37,12 @@ class Service:
     def check(self) -> None:
         """Raise ProcessError when the process has ended."""
         if (code := self.process.poll()) is not None:
-            raise ProcessError(f"the {self.name} ended with status {code}; see {self.log}")
+            raise ProcessError(f"the {self.name} ended with status {code}: {self.last_error()}; see {self.log}")
+
+    def last_error(self) -> str:
+        """The last line of its log that names an error, or the last line at all."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1]).strip()[-300:]
 
     def is_ready(self) -> bool:
         """Whether it answers."""

@@ -22,7 +22,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIR = EXAMPLES / "pair"
 START_S = 600.0
 CHUNKED = ("--max-num-batched-tokens", "512")
-FEW_BLOCKS = 230  # KV blocks of 32 tokens: not enough for three long requests at once
+# KV blocks of 32 tokens, not enough for three long requests at once
+CRAMPED = ("--max-model-len", "4096", "--num-gpu-blocks-override", "230")
 
 
 @dataclass(kw_only=True)
@@ -112,7 +113,7 @@ def cluster() -> Iterator[Cluster]:
             "sender": ("sender", "kv_producer", [whole, lossy], CHUNKED),
             "receiver": ("receiver", "kv_consumer", plans, CHUNKED),
             "second": ("receiver", "kv_consumer", [sparse], ()),
-            "cramped": ("receiver", "kv_consumer", [whole], (*CHUNKED, "--num-gpu-blocks-override", str(FEW_BLOCKS))),
+            "cramped": ("receiver", "kv_consumer", [whole], (*CHUNKED, *CRAMPED)),
         }
         try:
             started = [services.start("daemon", daemon_command(endpoint, "256MiB"), endpoint=endpoint)]
