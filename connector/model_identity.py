@@ -38,13 +38,23 @@ def model_id(model: str | os.PathLike[str], revision: str | None = None) -> tupl
     Raises:
         ValueError: no such model here, or a directory that holds none.
     """
-    directory = Path(os.path.abspath(model))
-    if not os.fspath(model) or not directory.is_dir():
-        return _from_cache(os.fspath(model), revision)
+    directory = local_directory(model, revision)
     name = _name_of_snapshot(directory)
     if name is not None:
         return name, directory.name
     return directory.name, _hash_directory(directory)
+
+
+def local_directory(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """Where a model or a tokenizer lies: the directory itself, or its snapshot in the Hugging Face cache.
+
+    Raises:
+        ValueError: no such directory, and no such snapshot here.
+    """
+    directory = Path(os.path.abspath(model))
+    if os.fspath(model) and directory.is_dir():
+        return directory
+    return _snapshot(os.fspath(model), revision)
 
 
 def _name_of_snapshot(directory: Path) -> str | None:
@@ -64,7 +74,7 @@ def _cache_directory() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def _from_cache(name: str, revision: str | None) -> tuple[str, str]:
+def _snapshot(name: str, revision: str | None) -> Path:
     cache = _cache_directory()
     if not _HUB_NAME.fullmatch(name) or name.count("--"):
         raise ValueError(f"model {name!r} is neither a directory nor the name of a Hugging Face model")
@@ -79,7 +89,7 @@ def _from_cache(name: str, revision: str | None) -> tuple[str, str]:
         wanted = reference.read_text(encoding="utf-8").strip()
     if not _COMMIT.fullmatch(wanted) or not (model / "snapshots" / wanted).is_dir():
         raise ValueError(f"revision {revision or 'main'!r} of model {name!r} is not in the Hugging Face cache {cache}")
-    return name, wanted
+    return model / "snapshots" / wanted
 
 
 def _hash_directory(directory: Path) -> str:

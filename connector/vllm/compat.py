@@ -39,10 +39,9 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worke
         model=model.model,
         revision=model.revision,
         tokenizer=model.tokenizer,
+        tokenizer_revision=model.tokenizer_revision,
         dtype=str(model.dtype).removeprefix("torch."),
-        num_layers=model.get_total_num_hidden_layers()
-        if hasattr(model, "get_total_num_hidden_layers")
-        else _layers(model),
+        num_layers=model.hf_text_config.num_hidden_layers,
         num_heads=model.hf_text_config.num_attention_heads,
         num_kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
@@ -53,10 +52,6 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worke
         reuses=transfer.is_kv_consumer,
         unsupported=_unsupported(config, kv_cache_config),
     )
-
-
-def _layers(model: Any) -> int:
-    return int(model.hf_text_config.num_hidden_layers)
 
 
 def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

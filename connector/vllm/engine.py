@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 
 from mapflow.connector.client import Client
 from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.counters import Counters, LimitedLog
 from mapflow.connector.events import Connected, Disconnected, Event, PeersChanged
 from mapflow.connector.messages import Producer
-from mapflow.connector.model_identity import model_id
+from mapflow.connector.model_identity import local_directory, model_id
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.plan import ModelSpec, Plan
 from mapflow.connector.reasons import Reason
@@ -44,7 +43,7 @@ class Engine:
         self._log = LimitedLog(logger)
         try:
             name, revision = model_id(facts.model, facts.revision)
-            fingerprint = tokenizer_fingerprint(Path(facts.tokenizer))
+            fingerprint = tokenizer_fingerprint(local_directory(facts.tokenizer, facts.tokenizer_revision))
         except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from error
         self.model = ModelSpec(
@@ -119,6 +118,7 @@ class Engine:
 
     @staticmethod
     def _same_model(left: str, right: str) -> bool:
+        """Whether two model ids name the same weights, whatever their directories are called."""
         return left.rpartition("@")[2] == right.rpartition("@")[2]
 
     # --- disagreements -----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ class EngineFacts:
 
     Attributes:
         model: path or hub name of the weights.
-        revision: hub revision, or None.
+        revision, tokenizer_revision: hub revisions, or None.
         tokenizer: path of the tokenizer's directory, or hub name.
         dtype: precision of the weights, such as "bfloat16".
         num_heads, num_kv_heads: of the whole model, over all tensor-parallel ranks.
@@ -23,6 +23,7 @@ class EngineFacts:
     model: str
     revision: str | None
     tokenizer: str
+    tokenizer_revision: str | None
     dtype: str
     num_layers: int
     num_heads: int
