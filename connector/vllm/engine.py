@@ -65,14 +65,17 @@ class Engine:
         producer = Producer.of(self.model.model_id, facts.dtype, facts.tp_rank, facts.tp_size)
         self.producer_id = producer.id
         side = "worker" if is_worker else "scheduler"
-        client_config = ClientConfig(
-            endpoint=self.config.endpoint,
-            client_name=f"{name}/{side}-{facts.tp_rank}",
-            namespace=self.namespace,
-            producer=producer if facts.publishes and is_worker else None,
-            call_deadline_s=self.config.lookup_deadline_s,
-            transfer_deadline_s=self.config.call_deadline_s,
-        )
+        try:
+            client_config = ClientConfig(
+                endpoint=self.config.endpoint,
+                client_name=f"{name}/{side}-{facts.tp_rank}",
+                namespace=self.namespace,
+                producer=producer if facts.publishes and is_worker else None,
+                call_deadline_s=self.config.lookup_deadline_s,
+                transfer_deadline_s=self.config.call_deadline_s,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self.client = Client(client_config, counters=self.counters, listener=self._on_event)
         if not is_worker:
             self.client.set_interests(interest_of(plan, self.namespace) for plan in self.plans if plan.map_layers)
