@@ -11,9 +11,7 @@ def test_architecture_names_every_module() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     house = text[text.index("## The house") : text.index("## Decisions")]
     named = {name.strip("/").split("/")[-1] for name in re.findall(r"`([\w/]+)`", house)}
-    modules = {
-        path.stem for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path.stem != "__init__"
-    }
+    modules = {path.stem for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if path.stem != "__init__"}
     assert modules <= named, f"not in docs/architecture.md: {sorted(modules - named)}"
 
 

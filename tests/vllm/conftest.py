@@ -23,7 +23,7 @@ PAIR = EXAMPLES / "pair"
 START_S = 600.0
 CHUNKED = ("--max-num-batched-tokens", "512")
 # KV blocks of 32 tokens, not enough for three long requests at once
-CRAMPED = ("--max-model-len", "4096", "--num-gpu-blocks-override", "230")
+CRAMPED = ("--max-model-len", "4096", "--num-gpu-blocks-override", "212")
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]  # one line of a JSON file
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -67,37 +70,37 @@ def render(messages: list[dict[str, str]]) -> str:
     return "".join(f"<|{message['role']}|>{message['content']}{END}" for message in messages)
 
 
-def is_held_out(chat: dict[str, object]) -> bool:
+def is_held_out(chat: Row) -> bool:
     """Whether a conversation's shared prefix belongs to the held-out half."""
     return any(part in str(chat.get("prefix_id", "")) for part in HELD_OUT_PREFIXES)
 
 
-def read_rows(path: Path) -> list[dict[str, object]]:
+def read_rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.open(encoding="utf-8")]
 
 
-def call_text(call: dict[str, dict[str, list[object]]]) -> str:
+def call_text(call: dict[str, dict[str, list[Any]]]) -> str:
     """One ground-truth call: the first accepted value of each argument."""
     ((name, arguments),) = call.items()
     chosen = {key: values[0] for key, values in arguments.items() if values and values[0] != ""}
     return json.dumps({"name": name, "arguments": chosen})
 
 
-def system_prompt(functions: list[object], state: object, rng: random.Random) -> str:
+def system_prompt(functions: list[Row], state: Row | None, rng: random.Random) -> str:
     """Functions in random order, so that finding one has to be learned and its place can't be."""
     shuffled = rng.sample(functions, len(functions))
     text = OPENING + "\n".join(json.dumps(function) for function in shuffled)
     return text + (f"\n\n# Initial state\n\n{json.dumps(state)}" if state else "")
 
 
-def bfcl_conversations(root: Path, licence: str) -> list[dict[str, object]]:
+def bfcl_conversations(root: Path, licence: str) -> list[Row]:
     """Training conversations from BFCL: single-turn ones, and multi-turn ones that use no held-out API.
 
     root: the unpacked wheel of bfcl-eval. Returns rows of (id, source, licence, messages).
     """
     data = root / "bfcl_eval" / "data"
     rng = random.Random(7)
-    chats: list[dict[str, object]] = []
+    chats: list[Row] = []
 
     def add(name: str, messages: list[dict[str, str]]) -> None:
         chats.append({"id": f"bfcl/{name}", "source": "bfcl-eval", "licence": licence, "messages": messages})

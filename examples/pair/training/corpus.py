@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from conversations import bfcl_conversations, is_held_out, render
+from conversations import Row, bfcl_conversations, is_held_out, render
 from sources import BFCL, SOURCES, Source
 
 BLOCK_TAGS = frozenset(re.findall(r"\w+", "p div li tr table ul ol dl dt dd pre h1 h2 h3 h4 h5 h6 br section article"))
@@ -90,7 +90,7 @@ def order(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()
 
 
-def package_documents(source: Source, root: Path) -> Iterator[dict[str, str]]:
+def package_documents(source: Source, root: Path) -> Iterator[Row]:
     """Documents of one package in a stable random order, up to its limit, without lines that most pages repeat."""
     names = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file() and not path.is_symlink())
     names = [n for n in names if re.search(source.paths, "/" + n) and not re.search(source.skipped, "/" + n)]
@@ -117,11 +117,11 @@ def long_lines(text: str) -> set[str]:
     return {line.strip() for line in text.split("\n") if len(line.strip()) >= 60}
 
 
-def read_jsonl(path: Path | None) -> list[dict[str, object]]:
+def read_jsonl(path: Path | None) -> list[Row]:
     return [json.loads(line) for line in path.open(encoding="utf-8")] if path else []
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -136,7 +136,7 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
 
-    rows: list[dict[str, str]] = []
+    rows: list[Row] = []
     for source in SOURCES:
         before = len(rows)
         rows += package_documents(source, fetch(source, options.out / "packages"))
@@ -157,7 +157,9 @@ def main() -> None:
     forbidden: set[str] = set()
     for row in read_jsonl(options.hold_out):
         forbidden |= long_lines(str(row["text"]))
-    train, heldout, seen = [], [c for c in kept_chats if c["heldout"]], set()
+    train: list[Row] = []
+    heldout: list[Row] = [chat for chat in kept_chats if chat["heldout"]]
+    seen: set[str] = set()
     for row in rows + [c for c in kept_chats if not c["heldout"]]:
         digest = order(row["text"])
         lines = long_lines(row["text"])

@@ -114,7 +114,7 @@ def main() -> None:
     options.data.mkdir(parents=True, exist_ok=True)
     meta: dict[str, int] = {"vocabulary": tokenizer.get_vocab_size()}
     for name, token in (("begin_id", BEGIN), ("end_id", END), ("pad_id", PAD)):
-        meta[name] = tokenizer.token_to_id(token)
+        meta[name] = int(tokenizer.token_to_id(token) or 0)
     heldout_rows = [row for row in read_rows(options.corpus / "heldout.jsonl") if not row.get("heldout")]
     for name, rows in (("train", train_rows), ("heldout", heldout_rows)):
         ids, starts, num_bytes = encode(tokenizer, rows)

@@ -14,6 +14,7 @@ import json
 import random
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ def orthogonalised(updates: Tensor) -> Tensor:
 class Muon:
     """Momentum with orthogonalised updates, over matrices stacked by shape; updates have RMS 0.2 * lr like AdamW's."""
 
-    def __init__(self, matrices: list[Tensor], momentum: float = 0.95, decay: float = 0.02) -> None:
+    def __init__(self, matrices: Sequence[Tensor], momentum: float = 0.95, decay: float = 0.02) -> None:
         shapes = {m.shape for m in matrices}
         self.stacks = [[m for m in matrices if m.shape == shape] for shape in sorted(shapes)]
         self.velocity = [torch.zeros_like(torch.stack(stack)) for stack in self.stacks]
@@ -52,7 +53,7 @@ class Muon:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         for stack, velocity in zip(self.stacks, self.velocity, strict=True):
-            grads = torch.stack([m.grad for m in stack])
+            grads = torch.stack([m.grad for m in stack if m.grad is not None])
             velocity.lerp_(grads, 1 - self.momentum)
             update = orthogonalised(grads.lerp(velocity, self.momentum)).float()
             update *= 0.2 * max(update.shape[1:]) ** 0.5
