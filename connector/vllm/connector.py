@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -110,6 +112,16 @@ class MapFlowConnector(KVConnectorBase_V1):
             clock=time.monotonic,
         )
 
+    def _safely(self, call: Callable[[], _T], otherwise: _T) -> _T:
+        """A bug of ours must never end the engine: it is logged and counted, and vLLM goes on as if we weren't there."""
+        try:
+            return call()
+        except Exception:
+            logger.exception("mapflow: internal error; the request or step runs without reuse")
+            if self._engine is not None:
+                self._engine.counters.add("internal_error")
+            return otherwise
+
     @property
     def requires_kv_delivery(self) -> bool:
         """No: a map that is not published is a later miss."""
@@ -119,15 +131,17 @@ class MapFlowConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         """A request arrived."""
-        if self.map_scheduler is None:
+        scheduler = self.map_scheduler
+        if scheduler is None:
             return
-        salt = self.map_scheduler.add(request, plain_text=compat.is_plain_text(request))
+        salt = self._safely(lambda: scheduler.add(request, plain_text=compat.is_plain_text(request)), None)
         if salt is not None:
             compat.set_cache_salt(request, salt)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Never any tokens; None while the look-up of this request's maps is under way."""
-        if self.map_scheduler is None or self.map_scheduler.ready(request.request_id, num_computed_tokens):
+        scheduler = self.map_scheduler
+        if scheduler is None or self._safely(lambda: scheduler.ready(request.request_id, num_computed_tokens), True):
             return 0, False
         return None, False
 
@@ -136,28 +150,33 @@ class MapFlowConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Orders for the step that was just scheduled."""
-        if self.map_scheduler is None:
+        scheduler = self.map_scheduler
+        if scheduler is None:
             return StepOrders()
-        steps = self.map_scheduler.plan_step(compat.scheduled_rows(scheduler_output))
+        steps = self._safely(lambda: scheduler.plan_step(compat.scheduled_rows(scheduler_output)), ())
         return StepOrders(steps=steps, ended=tuple(scheduler_output.finished_req_ids))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Reports of the workers."""
-        reports = connector_output.kv_connector_worker_meta
-        if self.map_scheduler is not None and isinstance(reports, StepReports):
-            self.map_scheduler.take_reports(reports.reports)
+        scheduler, reports = self.map_scheduler, connector_output.kv_connector_worker_meta
+        if scheduler is not None and isinstance(reports, StepReports):
+            self._safely(lambda: scheduler.take_reports(reports.reports), None)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The request ended, or was cancelled; its blocks may be freed at once."""
-        return False, self.map_scheduler.finish(request.request_id) if self.map_scheduler is not None else None
+        scheduler = self.map_scheduler
+        if scheduler is None:
+            return False, None
+        return False, self._safely(lambda: scheduler.finish(request.request_id), None)
 
     # --- worker ------------------------------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
-        if self.map_worker is not None and isinstance(connector_metadata, StepOrders):
-            self.map_worker.begin_step(connector_metadata.steps, connector_metadata.ended)
+        worker = self.map_worker
+        if worker is not None and isinstance(connector_metadata, StepOrders):
+            self._safely(lambda: worker.begin_step(connector_metadata.steps, connector_metadata.ended), None)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Maps are read by the first attention layer that needs them."""
@@ -170,8 +189,9 @@ class MapFlowConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """A step ends."""
-        if self.map_worker is not None:
-            self._reports = self.map_worker.end_step()
+        worker = self.map_worker
+        if worker is not None:
+            self._reports = self._safely(worker.end_step, {})
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the step reused."""

@@ -6,6 +6,7 @@ request is computed in full. It never touches tensors, and reads a request only 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -122,7 +123,7 @@ class MapScheduler:
     def _salted(self, cache_salt: str | None) -> Namespace:
         if not cache_salt:
             return self._namespace
-        return replace(self._namespace, tenant=f"{self._namespace.tenant}/{cache_salt}")
+        return replace(self._namespace, tenant=json.dumps([self._namespace.tenant, cache_salt]))
 
     def _probe(self, state: RequestState) -> None:
         """Ask which chunks are published already, so that they are not captured again."""
