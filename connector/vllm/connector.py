@@ -113,7 +113,7 @@ class MapFlowConnector(KVConnectorBase_V1):
         )
 
     def _safely(self, call: Callable[[], _T], otherwise: _T) -> _T:
-        """A bug of ours must never end the engine: it is logged and counted, and vLLM goes on as if we weren't there."""
+        """A bug of ours must never end the engine: it is logged and counted, and vLLM goes on without us."""
         try:
             return call()
         except Exception:
@@ -153,7 +153,8 @@ class MapFlowConnector(KVConnectorBase_V1):
         scheduler = self.map_scheduler
         if scheduler is None:
             return StepOrders()
-        steps = self._safely(lambda: scheduler.plan_step(compat.scheduled_rows(scheduler_output)), ())
+        nothing: tuple[RequestStep, ...] = ()
+        steps = self._safely(lambda: scheduler.plan_step(compat.scheduled_rows(scheduler_output)), nothing)
         return StepOrders(steps=steps, ended=tuple(scheduler_output.finished_req_ids))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
