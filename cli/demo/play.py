@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ def run_demo(pair: Path, conversations: Path, out: Path, logs: Path, *, max_conv
     try:
         sender, receiver = _start(services, pair.resolve(), [plan.resolve() for plan in plans], endpoint, console)
         play = Play(sender, receiver, [plan.stem for plan in plans], endpoint)
-        _play(play, turns, console)
+        with closing(sender), closing(receiver):
+            _play(play, turns, console)
         stats = fetch_stats(endpoint)
         daemon = {
             "lookup_chunks": float(stats.lookup_chunks),

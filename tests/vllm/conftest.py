@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("vllm")
+pytest.importorskip("torch")
 
 from mapflow.cli.demo.openai import Server
 from mapflow.cli.demo.processes import Service, Services, daemon_command, free_port, server_command, wait_ready
@@ -115,9 +115,9 @@ def cluster() -> Iterator[Cluster]:
             "second": ("receiver", "kv_consumer", [sparse], ()),
             "cramped": ("receiver", "kv_consumer", [whole], (*CHUNKED, *CRAMPED)),
         }
+        servers: dict[str, Server] = {}
         try:
             started = [services.start("daemon", daemon_command(endpoint, "256MiB"), endpoint=endpoint)]
-            servers: dict[str, Server] = {}
             for server, (model, role, used, options) in settings.items():
                 port = free_port()
                 # a look-up may wait for a core of this small machine: the deadline is not what is tested here
@@ -133,6 +133,8 @@ def cluster() -> Iterator[Cluster]:
                 time.sleep(0.5)
             yield Cluster(services=services, endpoint=endpoint, daemon=started[0], **servers)
         finally:
+            for opened in servers.values():
+                opened.close()
             services.stop()
 
 
