@@ -1,0 +1,1 @@
+"""Fits plans: which sender layer and heads each receiver layer reuses, and what that costs."""
