@@ -170,7 +170,7 @@ def run_demo(pair: Path, conversations: Path, out: Path, logs: Path, *, max_conv
     turns = read_turns(conversations, max_conversations, max_turns)
     logs.mkdir(parents=True, exist_ok=True)
     console = Console()
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 120)
     services = Services(logs=logs.resolve())
     endpoint = f"unix://{services.logs / 'mapflow.sock'}"
     try:

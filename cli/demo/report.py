@@ -117,7 +117,7 @@ def print_report(console: Console, rows: Sequence[RequestRow], summary: dict[str
         density = "–" if row.density is None else f"{row.density:.2f}"
         numbers = (row.prompt_tokens, row.shared_tokens, row.cached_tokens, row.reused_tokens)
         cells = (
-            row.conversation.split("/", 1)[-1],
+            row.conversation.rsplit("/", 1)[-1].removeprefix("multi_turn_"),
             str(row.turn),
             row.model,
             row.mode,
