@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -60,7 +60,7 @@ def serve(
     max_keys: Annotated[int, typer.Option(help="Most keys in one request.")] = 4096,
     drain: Annotated[float, typer.Option(help="Longest wait for readers and writers at the end, in seconds.")] = 10.0,
     insecure_tcp: Annotated[bool, typer.Option(help="Allow an address that other hosts can reach.")] = False,
-    log_format: Annotated[str, typer.Option(help="json or console.")] = "console",
+    log_format: Annotated[Literal["console", "json"], typer.Option(help="How log lines look.")] = "console",
 ) -> None:
     """Run the cache daemon of this node."""
     from mapflow.cache_service.config import Config, LogFormat, parse_endpoint, parse_size
@@ -102,13 +102,13 @@ def calibrate(
     receiver: Annotated[Path, typer.Option(help="Directory of the model that reuses them.")],
     texts: Annotated[Path, typer.Option(help="Calibration texts: .jsonl with text or messages, or one .txt.")],
     out: Annotated[Path, typer.Option(help="Plan to write, NAME.safetensors.")],
-    mode: Annotated[str, typer.Option(help="guide or translate.")] = "guide",
+    mode: Annotated[Literal["guide", "translate"], typer.Option(help="How layers reuse maps.")] = "guide",
     first_layer: Annotated[int | None, typer.Option(help="First receiver layer that reuses.")] = None,
     top_p: Annotated[float, typer.Option(help="Probability mass kept in each block row.")] = 0.9,
     sink_blocks: Annotated[int, typer.Option(help="Leading blocks that guide always keeps.")] = 1,
     local_blocks: Annotated[int, typer.Option(help="Blocks up to the diagonal that guide always keeps.")] = 2,
     heads_per_head: Annotated[int | None, typer.Option(help="Sender heads per receiver head (translate).")] = None,
-    tile_dtype: Annotated[str, typer.Option(help="Storage of translate's tiles: e4m3 or bf16.")] = "e4m3",
+    tile_dtype: Annotated[Literal["e4m3", "bf16"], typer.Option(help="Storage of translate's tiles.")] = "e4m3",
     chunk_tokens: Annotated[int, typer.Option(help="Tokens a chunk.")] = 512,
     block: Annotated[int, typer.Option(help="Tokens along one side of a block: 64 or 128.")] = 64,
     max_tokens: Annotated[int, typer.Option(help="Tokens beyond these are cut off each document.")] = 2048,
