@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIR = EXAMPLES / "pair"
-EXCERPT = Path(__file__).parent / "eip-6963-excerpt.txt"
+EXCERPT = Path(__file__).parent / "eip-6963-excerpt.txt"  # CC0-1.0; not in the training text
 MODELS = ("sender", "receiver")
 MOST_BYTES = 9_800_000
 MOST_NATS = {"sender": 3.3, "receiver": 3.45}  # a token of the excerpt; its subject is foreign to both models
