@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -196,13 +197,25 @@ def _static_density(num_blocks: int, local_blocks: int) -> float:
 
 def quality_table(judged: Sequence[Judged]) -> Table:
     """Every plan and its baselines, one row each."""
-    table = Table(title="KL(exact || reused) in nats, top-1 agreement with the exact receiver")
-    table.add_column("plan", no_wrap=True)
-    table.add_column("from", justify="right", no_wrap=True)
-    table.add_column("top-p", justify="right", no_wrap=True)
-    table.add_column("method", no_wrap=True)
-    for name in ("density", "KL", "top-1", "suffix\nKL", "suffix\ntop-1"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(
+        title="KL(exact || reused) in nats, top-1 agreement with the exact receiver",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in (
+        "\nplan",
+        "from\nlayer",
+        "\ntop-p",
+        "\nmethod",
+        "\ndensity",
+        "\nKL",
+        "\ntop-1",
+        "suffix\nKL",
+        "suffix\ntop-1",
+    ):
+        left = name in ("\nplan", "\nmethod")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for one in judged:
         reusing = [(number, layer) for number, layer in enumerate(one.plan.layers) if layer.needs_map]
         first, top_p = (str(reusing[0][0]), f"{reusing[0][1].top_p:g}") if reusing else ("-", "-")

@@ -18,12 +18,16 @@ def plan_table(plan: Plan) -> Table:
             f"chunk {plan.chunk_tokens} tokens, block {plan.block} tokens, tiles {plan.tile_dtype}",
         )
     )
-    table = Table(title=title, title_justify="left", title_style="")
-    for name in ("layer", "mode", "sender layer", "top-p", "heads combined", "floor (sink+local)", "error"):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    layers = Table()
+    for name in ("layer", "mode", "sender\nlayer", "top-p", "sender\nheads", "floor", "error"):
+        layers.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for number, layer in enumerate(plan.layers):
-        table.add_row(str(number), layer.mode.value, *_cells(plan, number, layer))
-    return table
+        layers.add_row(str(number), layer.mode.value, *_cells(plan, number, layer))
+    page = Table.grid()
+    page.add_row(title)
+    page.add_row(layers)
+    page.add_row("floor: sink + local blocks that are always kept; error: of translated attention")
+    return page
 
 
 def _describe(model: ModelSpec) -> str:

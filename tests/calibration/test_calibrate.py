@@ -218,5 +218,5 @@ def test_inspect_shows_every_layer(pair, tmp_path: Path) -> None:
     text = capture.get()
     for part in (plan.sender.model_id, plan.receiver.model_id, plan.tokenizer_fingerprint, "chunk 64", plan.digest):
         assert part in text
-    assert text.count("translate") == 2 and text.count("compute") == 1
+    assert text.count("│ translate") == 2 and text.count("│ compute") == 1
     assert f"{plan.layers[2].error:.3f}" in text
