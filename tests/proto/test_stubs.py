@@ -1,6 +1,7 @@
 """The checked-in stubs are those of cache.proto, and run under the protobuf that is installed."""
 
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -33,7 +34,7 @@ def test_every_field_and_value_is_commented() -> None:
     lines = [line.strip() for line in (PROTO / "mapflow/v1/cache.proto").read_text().splitlines()]
     bare = [
         line
-        for before, line in zip(lines, lines[1:])
+        for before, line in itertools.pairwise(lines)
         if re.match(r"(repeated )?[\w.]*( ?\w+)? = \d+;", line) and not before.startswith("//")
     ]
     assert not bare
