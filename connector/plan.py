@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from mapflow.connector.namespace import Namespace
 
@@ -183,7 +183,7 @@ class Plan:
     def save(self, path: Path) -> None:
         """Write the plan; the file appears whole or not at all."""
         partial = path.with_name(path.name + ".partial")
-        save_file(self._tensors(), str(partial), metadata={_METADATA_KEY: self._json()})
+        partial.write_bytes(save(self._tensors(), metadata={_METADATA_KEY: self._json()}))  # with the umask's mode
         partial.replace(path)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
