@@ -64,9 +64,10 @@ class MapFlowCPUImpl(CPUAttentionBackendImpl):
             return plain(query, attn_metadata, output)
         worker: MapWorker = connector.map_worker
         number = compat.layer_number(layer.layer_name)
-        kv = compat.cpu_paged_kv(kv_cache, layer.isa) if compat.is_plain_attention(self) else None
-        if number is None or kv is None:
-            worker.counters.add("layer_not_reused", "attention_type" if kv is None else "layer_name")
+        kv = compat.cpu_paged_kv(kv_cache, layer.isa)
+        if number is None or kv is None or not compat.is_plain_attention(self):
+            reason = "layer_name" if number is None else "attention_type" if kv is not None else "kv_layout"
+            worker.skip_layer(reason, f"{layer.layer_name} on {layer.isa}")
             return plain(query, attn_metadata, output)
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]

@@ -143,6 +143,11 @@ class MapWorker:
         """Write the attention of this layer's reused rows; shapes as in `StepReuse.attend`."""
         self._reuse.attend(layer, query, kv, scale, out)
 
+    def skip_layer(self, reason: str, layer: str) -> None:
+        """A layer of a kind that maps cannot serve."""
+        self.counters.add("layer_not_reused", reason)
+        self._log.warning(reason, "mapflow: layer %s is computed in full and not published: %s", layer, reason)
+
     def drop_reuse(self, reason: str) -> None:
         """Give up reuse for the rest of this step."""
         self.counters.add("layer_not_reused", reason)
