@@ -15,21 +15,20 @@ from dataclasses import replace
 from typing import Protocol
 
 from mapflow.connector.client import Client
-from mapflow.connector.counters import Counters, LimitedLog
-from mapflow.connector.messages import Hit, LookupResult, Want
+from mapflow.connector.counters import Counters
+from mapflow.connector.messages import LookupResult, Want
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.plan import Plan
-from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.capture import UNFINISHED_CAPTURES
 from mapflow.connector.vllm.config import ConnectorConfig
-from mapflow.connector.vllm.messages import CapturedChunk, MappedChunk, RequestStep, ReuseReport, ScheduledRows
+from mapflow.connector.vllm.lookups import Lookups
+from mapflow.connector.vllm.messages import CapturedChunk, RequestStep, ReuseReport, ScheduledRows
 from mapflow.connector.vllm.request_state import Fate, RequestParams, RequestState, choose_plan
 from mapflow.connector.vllm.turns import UnfinishedChunks
 
 logger = logging.getLogger(__name__)
 
 _EXACT_KEYS = 1 << 16
-_LEASE_MARGIN = 0.3  # of its life a lease is not used any more, for the sake of a step that runs late
 
 
 class PromptRequest(Protocol):
@@ -59,7 +58,6 @@ class MapScheduler:
         sender_id: Callable[[Plan], str],
         clock: Callable[[], float],
     ) -> None:
-        self._config = config
         self._namespace = namespace
         self._plans = plans
         self._client = client
@@ -69,10 +67,10 @@ class MapScheduler:
         self._publishes = publishes
         self._published_layers = published_layers
         self._sender_id = sender_id
-        self._clock = clock
-        self._log = LimitedLog(logger)
         self._requests: dict[str, RequestState] = {}
-        self._lookups: dict[str, tuple[Future[LookupResult], range, float]] = {}
+        self._lookups = Lookups(
+            client, counters, deadline_s=config.lookup_deadline_s, lease_s=config.lease_s, clock=clock
+        )
         self._probes: dict[str, Future[LookupResult]] = {}
         self._exact: OrderedDict[bytes, None] = OrderedDict()
         self._unfinished = UnfinishedChunks(UNFINISHED_CAPTURES)
@@ -146,76 +144,7 @@ class MapScheduler:
         if not plan.map_layers:
             state.order = state.static_order()
             return True
-        if state.looked_up_from != num_computed and request_id not in self._lookups:
-            self._start_lookup(state, plan, num_computed)
-        return self._take_lookup(state)
-
-    def _start_lookup(self, state: RequestState, plan: Plan, num_computed: int) -> None:
-        self._drop_lease(state)
-        state.order, state.looked_up_from = None, num_computed
-        chunks = state.chunks_to_look_up(num_computed)
-        if not chunks:
-            return
-        want = Want(model=self._sender_id(plan), layers=plan.map_layers)
-        future = self._client.lookup(state.keys[chunks.start : chunks.stop], [want], self._config.lease_s)
-        self._lookups[state.request_id] = (future, chunks, self._clock() + self._config.lookup_deadline_s)
-
-    def _take_lookup(self, state: RequestState) -> bool:
-        pending = self._lookups.get(state.request_id)
-        if pending is None:
-            return True
-        future, chunks, deadline = pending
-        if not future.done():
-            if self._clock() < deadline:
-                return False
-            self._lookup_failed("deadline", f"no answer within {1000 * self._config.lookup_deadline_s:.0f} ms")
-            self._abandon(state.request_id)
-            return True
-        del self._lookups[state.request_id]
-        try:
-            result = future.result()
-        except Unavailable as error:
-            self._lookup_failed(error.reason, error.detail)
-            return True
-        self._use_result(state, result, chunks)
-        return True
-
-    def _lookup_failed(self, reason: str, detail: str) -> None:
-        self._counters.add("lookup_failed", reason)
-        self._log.warning(reason, "mapflow: look-up failed (%s: %s); requests are computed in full", reason, detail)
-
-    def _use_result(self, state: RequestState, result: LookupResult, chunks: range) -> None:
-        state.lease = result.lease
-        hit = max((h for h in result.hits if h.producer.endswith("/tp0of1")), key=lambda h: h.num_chunks, default=None)
-        self._counters.add("lookup_chunks", "asked", len(chunks))
-        self._counters.add("lookup_chunks", "hit", hit.num_chunks if hit else 0)
-        if hit is None:
-            self._counters.add("request_not_reused", "sharded_producer" if result.hits else "miss")
-            self._drop_lease(state)
-            return
-        state.order = state.mapped_order(self._mapped(state, hit, chunks), hit.producer)
-
-    @staticmethod
-    def _mapped(state: RequestState, hit: Hit, chunks: range) -> list[MappedChunk]:
-        return [
-            MappedChunk(
-                index=chunks.start + number,
-                key=state.keys[chunks.start + number],
-                extents=extents,
-            )
-            for number, extents in enumerate(hit.extents[: hit.num_chunks])
-        ]
-
-    def _abandon(self, request_id: str) -> None:
-        """Forget a look-up; the client releases a lease that it still brings."""
-        future, _, _ = self._lookups.pop(request_id)
-        if not future.cancel() and future.exception() is None and (lease := future.result().lease) is not None:
-            self._client.release([lease])
-
-    def _drop_lease(self, state: RequestState) -> None:
-        if state.lease is not None:
-            self._client.release([state.lease])
-            state.lease = None
+        return self._lookups.ready(state, Want(model=self._sender_id(plan), layers=plan.map_layers), num_computed)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -233,16 +162,10 @@ class MapScheduler:
         state.pages.extend(rows.pages)
         begin, end = rows.num_computed, rows.num_computed + rows.num_scheduled
         if begin >= state.num_prompt:
-            if (
-                state.lease is not None and begin >= state.num_prompt + 2
-            ):  # two steps on, the last step with maps has run
-                self._drop_lease(state)
-                state.order, state.looked_up_from = None, None
+            if state.lease is not None and begin >= state.num_prompt + 2:
+                self._lookups.release(state)  # two steps on, the last step with maps has certainly run
             return None
-        if state.lease is not None and self._clock() > state.lease.expires_at - _LEASE_MARGIN * self._config.lease_s:
-            self._counters.add("request_not_reused", "lease_expired")
-            self._drop_lease(state)
-            state.order = None
+        self._lookups.check_lease(state)
         last = (end - 1) // self._page_size
         if last >= len(state.pages):
             self._counters.add("request_not_reused", "unknown_pages")
@@ -299,10 +222,8 @@ class MapScheduler:
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
-        if request_id in self._lookups:
-            self._abandon(request_id)
+        self._lookups.forget(state)
         self._probes.pop(request_id, None)
-        self._drop_lease(state)
         if not state.wants_report:
             return None
         plan = None if state.plan_index is None else self._plans[state.plan_index].name
