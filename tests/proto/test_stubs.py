@@ -30,6 +30,23 @@ def test_stubs_are_what_protoc_writes(tmp_path: Path) -> None:
         assert (tmp_path / "mapflow/v1" / name).read_bytes() == (PROTO / "mapflow/v1" / name).read_bytes(), name
 
 
+def test_stubs_run_under_the_protobuf_of_protoc(tmp_path: Path) -> None:
+    """protoc's own environment has protobuf 6, as LMCache wants it; this one has 7, which vLLM brings."""
+    python = os.environ.get("PROTOC_PYTHON", "")
+    if not Path(python).is_file():
+        pytest.skip("PROTOC_PYTHON names no Python with grpcio-tools; `make test` sets it")
+    (tmp_path / "mapflow").mkdir()
+    (tmp_path / "mapflow/v1").symlink_to(PROTO / "mapflow/v1")
+    program = (
+        "import google.protobuf as p; from mapflow.v1 import cache_pb2 as m, cache_pb2_grpc as g;"
+        "q = m.LookupRequest(session_id=7, keys=b'k');"
+        "assert m.LookupRequest.FromString(q.SerializeToString()) == q and g.CacheStub; print(p.__version__)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([python, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("6.")
+
+
 def test_every_field_and_value_is_commented() -> None:
     lines = [line.strip() for line in (PROTO / "mapflow/v1/cache.proto").read_text().splitlines()]
     bare = [
