@@ -178,13 +178,9 @@ def run_demo(pair: Path, conversations: Path, out: Path, logs: Path, *, max_conv
         play = Play(sender, receiver, [plan.stem for plan in plans], endpoint)
         with closing(sender), closing(receiver):
             _play(play, turns, console)
-        stats = fetch_stats(endpoint)
-        daemon = {
-            "lookup_chunks": float(stats.lookup_chunks),
-            "hit_chunks": float(stats.hit_chunks),
-            "hit_rate": stats.hit_chunks / max(stats.lookup_chunks, 1),
-        }
-    except (ProcessError, StatusError, RuntimeError, httpx.HTTPError) as error:
+        daemon = _hit_rate(endpoint)
+        ended = services.ended()
+    except (ProcessError, RuntimeError, httpx.HTTPError) as error:
         raise DemoError(f"{error}; logs are in {services.logs}") from error
     finally:
         services.stop()
@@ -192,9 +188,21 @@ def run_demo(pair: Path, conversations: Path, out: Path, logs: Path, *, max_conv
     write_report(out, play.rows, play.quality, summary)
     print_report(console, play.rows, summary)
     console.print(f"wrote {out}")
+    if ended:
+        raise DemoError(f"{', '.join(ended)} did not live to the end; logs are in {services.logs}")
     idle = [mode for mode, values in summary["modes"].items() if not values["reused_tokens"]]
     if idle or not summary["modes"]:
         raise DemoError(f"nothing was reused in mode {', '.join(idle) or 'any'}; logs are in {services.logs}")
+
+
+def _hit_rate(endpoint: str) -> dict[str, float] | None:
+    """The daemon's counts of chunks looked up and hit; None when it does not answer."""
+    try:
+        stats = fetch_stats(endpoint)
+    except StatusError:
+        return None
+    rate = stats.hit_chunks / max(stats.lookup_chunks, 1)
+    return {"lookup_chunks": stats.lookup_chunks, "hit_chunks": stats.hit_chunks, "hit_rate": rate}
 
 
 def _start(

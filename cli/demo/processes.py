@@ -90,6 +90,10 @@ class Services:
         self.running.append(service)
         return service
 
+    def ended(self) -> list[str]:
+        """Names of those that have ended by themselves."""
+        return [service.name for service in self.running if service.process.poll() is not None]
+
     def stop(self) -> None:
         """Stop all, last started first."""
         while self.running:

@@ -61,8 +61,10 @@ class QualityRow:
     top1_equal: bool
 
 
-def summarise(rows: Sequence[RequestRow], quality: Sequence[QualityRow], daemon: dict[str, float]) -> dict[str, Any]:
-    """Sums over a demo: per mode, and the daemon's hit rate."""
+def summarise(
+    rows: Sequence[RequestRow], quality: Sequence[QualityRow], daemon: dict[str, float] | None
+) -> dict[str, Any]:
+    """Sums over a demo: per mode, and the daemon's hit rate; None where it could not be asked."""
     modes = sorted({row.mode for row in quality})
     exact_ttft = {(row.conversation, row.turn): row.ttft_s for row in rows if row.mode == EXACT}
     summary: dict[str, Any] = {"daemon": daemon, "modes": {}}
@@ -117,7 +119,7 @@ def print_report(console: Console, rows: Sequence[RequestRow], summary: dict[str
         density = "–" if row.density is None else f"{row.density:.2f}"
         numbers = (row.prompt_tokens, row.shared_tokens, row.cached_tokens, row.reused_tokens)
         cells = (
-            row.conversation.rsplit("/", 1)[-1].removeprefix("multi_turn_"),
+            row.conversation.split("/", 1)[-1].removeprefix("multi_turn_"),
             str(row.turn),
             row.model,
             row.mode,
@@ -128,10 +130,10 @@ def print_report(console: Console, rows: Sequence[RequestRow], summary: dict[str
         table.add_row(*cells, f"{1000 * row.ttft_s:.0f}")
     console.print(table)
     daemon = summary["daemon"]
-    table = Table(
-        title=f"summary: {daemon['hit_chunks']:.0f} of {daemon['lookup_chunks']:.0f} chunks hit "
-        f"({daemon['hit_rate']:.1%})"
-    )
+    hits = "the daemon is gone"
+    if daemon is not None:
+        hits = f"{daemon['hit_chunks']:.0f} of {daemon['lookup_chunks']:.0f} chunks hit ({daemon['hit_rate']:.1%})"
+    table = Table(title=f"summary: {hits}")
     for name in ("mode", "reused of reusable", "density", "KL (nats)", "top-1 agreement", "TTFT ms", "exact TTFT ms"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for mode, values in summary["modes"].items():
