@@ -36,6 +36,41 @@ class Counters:
             return dict(self._counts)
 
 
+class CounterLog:
+    """The counts as a log line now and then, for whoever has no other way to read them."""
+
+    def __init__(
+        self,
+        counters: Counters,
+        logger: logging.Logger,
+        *,
+        every_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Write to `logger` at level info."""
+        self._counters = counters
+        self._logger = logger
+        self._every_s = every_s
+        self._clock = clock
+        self._next = clock() + every_s
+        self._shown: Mapping[tuple[str, str], int] = {}
+
+    def tick(self) -> None:
+        """Log what changed since the last line, if that was long enough ago; cheap enough for every step."""
+        if self._clock() >= self._next:
+            self.flush()
+
+    def flush(self) -> None:
+        """Log what changed since the last line, if anything did."""
+        self._next = self._clock() + self._every_s
+        counts = self._counters.snapshot()
+        changed = sorted((key, count) for key, count in counts.items() if count != self._shown.get(key, 0))
+        self._shown = counts
+        if changed:
+            text = " ".join(f"{name}{f'[{reason}]' if reason else ''}={count}" for (name, reason), count in changed)
+            self._logger.info("mapflow: counts so far: %s", text)
+
+
 class LimitedLog:
     """At most one line per key and `every_s` seconds; the next line says how many were left out."""
 

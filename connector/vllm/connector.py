@@ -122,6 +122,10 @@ class MapFlowConnector(KVConnectorBase_V1):
                 self._engine.counters.add("internal_error")
             return otherwise
 
+    def _tick(self) -> None:
+        if self._engine is not None:
+            self._engine.counter_log.tick()
+
     @property
     def requires_kv_delivery(self) -> bool:
         """No: a map that is not published is a later miss."""
@@ -153,6 +157,7 @@ class MapFlowConnector(KVConnectorBase_V1):
         scheduler = self.map_scheduler
         if scheduler is None:
             return StepOrders()
+        self._tick()
         nothing: tuple[RequestStep, ...] = ()
         steps = self._safely(lambda: scheduler.plan_step(compat.scheduled_rows(scheduler_output)), nothing)
         return StepOrders(steps=steps, ended=tuple(scheduler_output.finished_req_ids))
@@ -193,6 +198,7 @@ class MapFlowConnector(KVConnectorBase_V1):
         worker = self.map_worker
         if worker is not None:
             self._reports = self._safely(worker.end_step, {})
+            self._tick()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the step reused."""
@@ -204,4 +210,5 @@ class MapFlowConnector(KVConnectorBase_V1):
         if self._publisher is not None:
             self._publisher.close(1.0)
         if self._engine is not None:
+            self._engine.counter_log.flush()
             self._engine.client.close()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from mapflow.connector.client import Client
 from mapflow.connector.client_config import ClientConfig
-from mapflow.connector.counters import Counters, LimitedLog
+from mapflow.connector.counters import CounterLog, Counters, LimitedLog
 from mapflow.connector.events import Connected, Disconnected, Event, PeersChanged
 from mapflow.connector.messages import Producer
 from mapflow.connector.model_identity import local_directory, model_id
@@ -40,6 +40,7 @@ class Engine:
         self.facts = facts
         self.config = ConnectorConfig.from_extra(extra)
         self.counters = Counters()
+        self.counter_log = CounterLog(self.counters, logger)
         self._log = LimitedLog(logger)
         try:
             name, revision = model_id(facts.model, facts.revision)

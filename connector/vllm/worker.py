@@ -116,8 +116,7 @@ class MapWorker:
         unmatched = len(self._steps) - len(self._rows)
         if unmatched:
             self.counters.add("request_not_reused", "row_unmatched", unmatched)
-        entries = (self._load(entry, row) for entry, row in self._rows.items() if row.step.reuse is not None)
-        self._reuse = StepReuse([entry for entry in entries if entry is not None])
+        self._reuse = StepReuse([self._load(e, row) for e, row in self._rows.items() if row.step.reuse is not None])
 
     def rest(self, layer: int) -> tuple[frozenset[int], list[RowRange]]:
         """Which entries this layer reuses, and the rows of the batch that vLLM must compute."""
@@ -165,7 +164,7 @@ class MapWorker:
 
     # --- reading maps ------------------------------------------------------------------------------------------------
 
-    def _load(self, entry: int, row: BatchRow) -> EntryReuse | None:
+    def _load(self, entry: int, row: BatchRow) -> EntryReuse:
         order = row.step.reuse
         assert order is not None
         plan = self._plans[order.plan]

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mapflow.connector.counters import Counters, LimitedLog
+from mapflow.connector.counters import CounterLog, Counters, LimitedLog
 from mapflow.connector.reasons import Reason
 
 
@@ -57,4 +57,23 @@ def test_one_line_per_key_and_period(caplog: pytest.LogCaptureFixture) -> None:
         "daemon a is down, try 0",
         "daemon is slow",
         "still down (and 5 more like it)",
+    ]
+
+
+def test_counts_are_logged_when_they_change_and_not_too_often(caplog: pytest.LogCaptureFixture) -> None:
+    now, counters = [0.0], Counters()
+    log = CounterLog(counters, logging.getLogger("counts"), every_s=60.0, clock=lambda: now[0])
+    counters.add("lookup_failed", "deadline", 2)
+    with caplog.at_level(logging.INFO, logger="counts"):
+        log.tick()
+        assert not caplog.records, "the minute is not over"
+        now[0] = 60.0
+        log.tick()
+        log.tick()
+        counters.add("internal_error")
+        log.flush()
+        log.flush()
+    assert [record.getMessage() for record in caplog.records] == [
+        "mapflow: counts so far: lookup_failed[deadline]=2",
+        "mapflow: counts so far: internal_error=1",
     ]
