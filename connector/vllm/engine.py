@@ -59,7 +59,8 @@ class Engine:
         for plan in plans:
             self._check_plan(plan, fingerprint)
         self.plans = tuple(p for p in plans if self._is_ours(p.receiver)) if facts.reuses else ()
-        self._sender_plans = tuple(p for p in plans if self._is_ours(p.sender)) if facts.publishes else ()
+        sender_plans = [p for p in plans if self._is_ours(p.sender)] if facts.publishes else []
+        self._plan_wants = merge_wants(plan_wants(plan) for plan in sender_plans)
         if facts.reuses and not self.plans and not facts.publishes:
             raise ConfigError("a kv_consumer needs a plan: kv_connector_extra_config={'plan': 'PLAN.safetensors'}")
         self.namespace: Namespace = self.config.namespace(plans, fingerprint)
@@ -101,7 +102,7 @@ class Engine:
 
     def wants(self) -> dict[int, LayerWant]:
         """Layers of this model that a plan file here or a receiver's registered interest wants now."""
-        parts = [plan_wants(plan) for plan in self._sender_plans]
+        parts = [self._plan_wants]
         for interest in self.client.peers.interests:
             if self._same_model(interest.model, self.model.model_id) and interest.namespace == self.namespace:
                 parts.append(interest_wants(interest, self.model.num_layers, self.model.num_heads))

@@ -60,6 +60,7 @@ class MapScheduler:
     ) -> None:
         self._namespace = namespace
         self._plans = plans
+        self._digests = [plan.digest for plan in plans]
         self._client = client
         self._counters = counters
         self._page_size = page_size
@@ -100,7 +101,7 @@ class MapScheduler:
         state = RequestState(
             request_id=request.request_id,
             num_prompt=request.num_prompt_tokens,
-            keys=namespace.chunk_keys(tokens),
+            keys=namespace.chunk_keys(tokens) if self._publishes or fate is Fate.REUSE else (),
             chunk_tokens=self._namespace.chunk_tokens,
             block=self._namespace.block,
             fate=fate,
@@ -116,7 +117,7 @@ class MapScheduler:
             self._probe(state)
         if plan_index is None:
             return None
-        return f"{request.cache_salt or ''}|mapflow:{self._plans[plan_index].digest}"
+        return f"{request.cache_salt or ''}|mapflow:{self._digests[plan_index]}"
 
     def _salted(self, cache_salt: str | None) -> Namespace:
         if not cache_salt:
