@@ -15,10 +15,8 @@ from mapflow.calibration.attention import AttentionCall
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.kernels.attention_map import decode_mass, encode_mass
 from mapflow.kernels.mask import guide_mask, mask_density, static_mask
-from mapflow.kernels.tile_codec import decode_tiles, encode_tiles
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, decode_tiles, encode_tiles
 from mapflow.kernels.top_p import select_top_p
-
-_TILE_DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,7 +142,9 @@ class ReuseAttention:
         self.densities.append(mask_density(kept[(combine != 0).any(0)], first_block_row=0))
         for row in range(kept.shape[1]):
             rows = _rows(call, row, block)
-            tiles = decode_tiles(encode_tiles(record.call.probabilities(rows), _TILE_DTYPES[self._plan.tile_dtype]))
+            tiles = decode_tiles(
+                encode_tiles(record.call.probabilities(rows), TILE_DTYPE_BY_NAME[self._plan.tile_dtype])
+            )
             tiles = tiles.float() * kept[:, row, : row + 1].repeat_interleave(block, 1)[:, None]
             _store(output, rows, torch.einsum("is,src->irc", combine, tiles), call)
 

@@ -42,9 +42,18 @@ class LayerWant:
         )
 
 
+def merge_wants(parts: Iterable[Mapping[int, LayerWant]]) -> dict[int, LayerWant]:
+    """Union of wants, layer by layer."""
+    merged: dict[int, LayerWant] = {}
+    for part in parts:
+        for layer, want in part.items():
+            merged[layer] = merged[layer].union(want) if layer in merged else want
+    return merged
+
+
 def plan_wants(plan: Plan) -> dict[int, LayerWant]:
     """Sender layer -> what the plan's receiver layers read of it."""
-    wants: dict[int, LayerWant] = {}
+    wants: list[dict[int, LayerWant]] = []
     for number, layer in enumerate(plan.layers):
         if layer.sender_layer is None:
             continue
@@ -55,19 +64,8 @@ def plan_wants(plan: Plan) -> dict[int, LayerWant]:
             used = (plan.head_map[number] != 0).any(dim=0).nonzero().flatten()
             tiles = 0.0
         heads = tuple(sorted({int(head) for head in used.flatten()}))
-        want = LayerWant(heads=heads, tile_top_p=tiles, tile_dtype=plan.tile_dtype)
-        known = wants.get(layer.sender_layer)
-        wants[layer.sender_layer] = want if known is None else known.union(want)
-    return wants
-
-
-def merge_wants(parts: Iterable[Mapping[int, LayerWant]]) -> dict[int, LayerWant]:
-    """Union of several receivers' wants."""
-    merged: dict[int, LayerWant] = {}
-    for part in parts:
-        for layer, want in part.items():
-            merged[layer] = merged[layer].union(want) if layer in merged else want
-    return merged
+        wants.append({layer.sender_layer: LayerWant(heads=heads, tile_top_p=tiles, tile_dtype=plan.tile_dtype)})
+    return merge_wants(wants)
 
 
 def interest_of(plan: Plan, namespace: Namespace) -> Interest:
@@ -86,12 +84,11 @@ def interest_of(plan: Plan, namespace: Namespace) -> Interest:
 
 def interest_wants(interest: Interest, num_layers: int, num_heads: int) -> dict[int, LayerWant]:
     """Read a registered interest; layers and heads that this model does not have are left out."""
-    wants: dict[int, LayerWant] = {}
+    wants: list[dict[int, LayerWant]] = []
     for layer in interest.layers:
         heads = tuple(sorted({head for head in layer.heads if head < num_heads}))
         if layer.layer >= num_layers or bool(layer.heads) != bool(heads):
             continue
         dtype = "bf16" if layer.tile_dtype is TileDtype.BF16 else "e4m3"
-        want = LayerWant(heads=heads or None, tile_top_p=layer.tile_top_p, tile_dtype=dtype)
-        wants[layer.layer] = wants[layer.layer].union(want) if layer.layer in wants else want
-    return wants
+        wants.append({layer.layer: LayerWant(heads=heads or None, tile_top_p=layer.tile_top_p, tile_dtype=dtype)})
+    return merge_wants(wants)

@@ -12,7 +12,8 @@ left by 7 *are* the float16 of the unscaled probability. Decoding is a shift, se
 import torch
 
 TILE_SCALE = 256.0
-TILE_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
+TILE_DTYPE_BY_NAME = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}  # as plans and messages name them
+TILE_DTYPES = tuple(TILE_DTYPE_BY_NAME.values())
 
 _E4M3_ONE = 0x78  # bits of 256.0, the stored form of probability 1
 _BF16_ONE = 0x3F80  # bits of 1.0

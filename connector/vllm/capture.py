@@ -17,9 +17,9 @@ from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.compress_reference import CompressedRows, assemble_chunk, compress_rows
 from mapflow.kernels.paged import PagedKV
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 
 UNFINISHED_CAPTURES = 16  # requests whose unfinished last chunk is kept for the next turn
-_TILE_DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Capture:
             block=self._block,
             scale=scale,
             top_p=want.tile_top_p or None,
-            tile_dtype=_TILE_DTYPES[want.tile_dtype],
+            tile_dtype=TILE_DTYPE_BY_NAME[want.tile_dtype],
             heads=want.heads,
         )
 

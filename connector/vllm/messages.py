@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -88,7 +89,7 @@ class ReuseReport:
     kept_blocks: int = 0
     causal_blocks: int = 0
     modes: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, int] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
 
     def merge(self, other: ReuseReport) -> None:
         """Add a later step's report."""
@@ -96,10 +97,10 @@ class ReuseReport:
         self.kept_blocks += other.kept_blocks
         self.causal_blocks += other.causal_blocks
         self.modes = other.modes or self.modes
-        for reason, count in other.reasons.items():
-            self.reasons[reason] = self.reasons.get(reason, 0) + count
+        self.reasons.update(other.reasons)
 
     def as_dict(self) -> dict[str, object]:
         """For a response's `kv_transfer_params`."""
         density = self.kept_blocks / self.causal_blocks if self.causal_blocks else None
-        return {"reused_tokens": self.reused_rows, "density": density, "layers": self.modes, "reasons": self.reasons}
+        reasons = dict(self.reasons)
+        return {"reused_tokens": self.reused_rows, "density": density, "layers": self.modes, "reasons": reasons}

@@ -62,13 +62,12 @@ def covered_ranges(maps: LayerMaps, row_begin: int, row_end: int) -> list[tuple[
         return ranges
     for chunk_maps in zip(*layers):
         first = chunk_maps[0]
-        counts = torch.stack([chunk_map.row_counts for chunk_map in chunk_maps]).amin(dim=0)
-        rows_per_chunk = counts.numel() * first.block
-        for number, count in enumerate(counts.tolist()):
-            begin = first.chunk_index * rows_per_chunk + number * first.block
+        measured = torch.stack([chunk_map.measured for chunk_map in chunk_maps]).all(dim=0)
+        for number, is_measured in enumerate(measured.tolist()):
+            begin = first.row_begin + number * first.block
             end = min(begin + first.block, row_end)
             begin = max(begin, row_begin)
-            if count < first.block or end <= begin:
+            if not is_measured or end <= begin:
                 continue
             if ranges and ranges[-1][1] == begin:
                 ranges[-1] = (ranges[-1][0], end)
@@ -138,7 +137,7 @@ class StepReuse:
         else:
             assert plan.sender_layer is not None
             maps = entry.maps[plan.sender_layer]
-            offset = maps[0].chunk_index * maps[0].mass.shape[1]
+            offset = maps[0].first_block_row
             mass = stack_masses(maps)[:, first - offset : last - offset, :last]
             mask = guide_mask(
                 mass,
@@ -158,13 +157,13 @@ class StepReuse:
         maps = entry.maps[plan.sender_layer]
         index, weight = entry.plan.head_index[layer], entry.plan.head_weight[layer]
         translate_attention(kv, [segment(entry, rows)], [maps], head_index=index, head_weight=weight, out=out)
-        block, block_rows = entry.plan.block, maps[0].mass.shape[1]
+        block = entry.plan.block
         first, last = rows.row_begin // block, -(-rows.row_end // block)
         kept = 0
         for chunk_map in maps:
             assert chunk_map.tiles is not None
-            begin = max(first - chunk_map.chunk_index * block_rows, 0)
-            end = min(last - chunk_map.chunk_index * block_rows, block_rows)
+            begin = max(first - chunk_map.first_block_row, 0)
+            end = min(last - chunk_map.first_block_row, chunk_map.num_row_blocks)
             if end > begin:
                 per_head = chunk_map.tiles.indptr[:, end] - chunk_map.tiles.indptr[:, begin]
                 kept += int(per_head[index.long()].sum())

@@ -20,7 +20,7 @@ from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.batch import BatchRow, RowRange, locate, split_entry
 from mapflow.connector.vllm.capture import Capture, FinishedMap
 from mapflow.connector.vllm.map_identity import map_identity
-from mapflow.connector.vllm.messages import RequestStep, ReuseReport
+from mapflow.connector.vllm.messages import RequestStep, ReuseOrder, ReuseReport
 from mapflow.connector.vllm.publisher import Publisher
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, covered_ranges
 from mapflow.connector.wants import LayerWant, plan_wants
@@ -46,6 +46,7 @@ class MapWorker:
         wants: Callable[[], Mapping[int, LayerWant]],
     ) -> None:
         self._plans = plans
+        self._plan_wants = [plan_wants(plan) for plan in plans]
         self._client = client
         self.counters = counters
         self._capture = capture
@@ -169,32 +170,26 @@ class MapWorker:
         assert order is not None
         plan = self._plans[order.plan]
         loaded = EntryReuse(entry=entry, row=row, plan=plan, maps={}, ranges=[(order.row_begin, order.row_end)])
-        if not order.chunks:
-            return self._finish_load(loaded)
-        wants = plan_wants(plan)
-        maps: dict[int, list[AttentionMap]] = {}
-        for position, layer in enumerate(plan.map_layers):
-            try:
-                maps[layer] = self._read_layer(row, position, layer, wants[layer])
-            except (Unavailable, BlobError, _UnusableMap) as error:
-                reason = str(error.reason)
-                loaded.report.reasons[reason] = loaded.report.reasons.get(reason, 0) + 1
-                self._log.warning(reason, "mapflow: maps of sender layer %d not reused: %s", layer, error)
-        loaded.maps = maps
-        loaded.ranges = covered_ranges(maps, order.row_begin, order.row_end)
-        return self._finish_load(loaded)
-
-    @staticmethod
-    def _finish_load(loaded: EntryReuse) -> EntryReuse:
-        layers = loaded.plan.layers
-        if any(layer.mode is not Mode.COMPUTE and loaded.usable(layer) for layer in layers):
+        if order.chunks:
+            loaded.maps = self._read_layers(order, plan, loaded.report)
+            loaded.ranges = covered_ranges(loaded.maps, order.row_begin, order.row_end)
+        if any(layer.mode is not Mode.COMPUTE and loaded.usable(layer) for layer in plan.layers):
             loaded.report.reused_rows = sum(end - begin for begin, end in loaded.ranges)
         return loaded
 
-    def _read_layer(self, row: BatchRow, position: int, layer: int, want: LayerWant) -> list[AttentionMap]:
-        order = row.step.reuse
-        assert order is not None
-        plan = self._plans[order.plan]
+    def _read_layers(self, order: ReuseOrder, plan: Plan, report: ReuseReport) -> dict[int, list[AttentionMap]]:
+        maps: dict[int, list[AttentionMap]] = {}
+        for position, layer in enumerate(plan.map_layers):
+            try:
+                maps[layer] = self._read_layer(order, plan, position, layer)
+            except (Unavailable, BlobError, _UnusableMap) as error:
+                reason = str(error.reason)
+                report.reasons[reason] += 1
+                self._log.warning(reason, "mapflow: maps of sender layer %d not reused: %s", layer, error)
+        return maps
+
+    def _read_layer(self, order: ReuseOrder, plan: Plan, position: int, layer: int) -> list[AttentionMap]:
+        want = self._plan_wants[order.plan][layer]
         if order.lease is None:
             raise _UnusableMap("no_lease", "the order names maps without a lease")
         buffers = self._client.read(order.lease, [chunk.extents[position] for chunk in order.chunks])
@@ -202,7 +197,7 @@ class MapWorker:
         for chunk, buffer in zip(order.chunks, buffers):
             found = read_blob(buffer, identity=map_identity(chunk.key, order.producer, layer))
             expected = (plan.block, plan.sender.num_heads, plan.chunk_tokens // plan.block, chunk.index)
-            got = (found.block, found.mass.shape[0], found.mass.shape[1], found.chunk_index)
+            got = (found.block, found.num_heads, found.num_row_blocks, found.chunk_index)
             if got != expected:
                 raise _UnusableMap("shape", f"(block, heads, block rows, chunk) is {got}, the plan expects {expected}")
             if found.approximate:
@@ -210,8 +205,7 @@ class MapWorker:
             if want.tile_top_p and found.tiles is None:
                 raise _UnusableMap("no_tiles", "published before this plan's tiles were asked for")
             heads = list(want.heads) if want.heads is not None else slice(None)
-            measured = found.row_counts == found.block
-            if not bool(found.mass[heads][:, measured].any(dim=-1).all()):
+            if not bool(found.mass[heads][:, found.measured].any(dim=-1).all()):
                 raise _UnusableMap("no_heads", "published before this plan's heads were asked for")
             maps.append(found)
         self._client.check_lease(order.lease)  # the copies were made while the lease held
