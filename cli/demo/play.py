@@ -20,7 +20,6 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from mapflow.cli.demo.openai import Server
 from mapflow.cli.demo.processes import (
-    ProcessError,
     Service,
     Services,
     daemon_command,
@@ -180,7 +179,7 @@ def run_demo(pair: Path, conversations: Path, out: Path, logs: Path, *, max_conv
             _play(play, turns, console)
         daemon = _hit_rate(endpoint)
         ended = services.ended()
-    except (ProcessError, RuntimeError, httpx.HTTPError) as error:
+    except (RuntimeError, httpx.HTTPError) as error:
         raise DemoError(f"{error}; logs are in {services.logs}") from error
     finally:
         services.stop()
