@@ -3,6 +3,7 @@
 #   make test        all tests that this machine can run without a GPU
 #   make test-fast   those that need neither vLLM nor a daemon process
 #   make lint type   what pre-commit checks          make fmt    reformat
+#   make sanitize    the kernels under compute-sanitizer, on a Hopper GPU
 #   make proto       regenerate the gRPC stubs       make clean  remove what was made here
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,7 +13,7 @@ PYTHON     ?= python3.11
 VENV       ?= .venv
 PROTO_VENV ?= .venv-proto
 BIN        := $(VENV)/bin
-FOLDERS    := kernels cache_service connector calibration cli tests proto examples
+FOLDERS    := kernels cache_service connector calibration cli tests proto examples benchmarks
 
 # the folders kernels/ and proto/ would shadow other packages for a Python that is started here
 export PYTHONSAFEPATH := 1
@@ -20,7 +21,7 @@ export PROTOC_PYTHON  := $(abspath $(PROTO_VENV))/bin/python
 export VLLM_NO_USAGE_STATS := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo test test-fast lint type fmt proto build clean
+.PHONY: setup demo test test-fast lint type fmt sanitize proto build clean
 
 setup: $(VENV)/.ready
 
@@ -58,6 +59,12 @@ fmt: $(VENV)/.ready
 	mkdir -p .typing/mapflow
 	ln -sfn ../../proto/mapflow/v1 .typing/mapflow/v1
 	for folder in kernels cache_service connector calibration cli; do ln -sfn ../../$$folder .typing/mapflow/$$folder; done
+
+# the environment at hand is taken: a GPU's needs another torch than the one that is made here
+sanitize:
+	for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 python3 -m pytest -m gpu tests/kernels/triton/test_hopper.py; \
+	done
 
 proto: $(PROTO_VENV)/.ready
 	proto/generate.sh

@@ -111,6 +111,10 @@ class Batch:
         return float(self.requests[0].scale)
 
     @property
+    def group(self) -> int:
+        return self.query.shape[1] // self.kv.num_kv_heads
+
+    @property
     def num_rows(self) -> int:
         return self.query.shape[0]
 

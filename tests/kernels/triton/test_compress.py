@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mapflow.kernels.compress import block_masses, measured_rows
+from mapflow.kernels.compress import MassTasks, block_masses
 from mapflow.kernels.compress_reference import compress_rows
 from mapflow.kernels.row_segment import RowSegment
 from mapflow.kernels.select import select_by_mass
@@ -54,14 +54,14 @@ def check_masses(
     rows = batch.rows(block)
     wanted, wanted_lse = exact(batch, block, row_stride)
     mass, lse = empty(batch, rows, wanted.shape[0], extra_columns=3)
-    options = {"scale": batch.scale, "row_stride": row_stride, "key_dtype": key_dtype}
-    block_masses(batch.query, batch.kv, rows, mass=mass, row_lse=lse, **options)
+    tasks = MassTasks.build(rows, group=batch.group, row_stride=row_stride)
+    block_masses(batch.query, batch.kv, tasks, scale=batch.scale, mass=mass, row_lse=lse, key_dtype=key_dtype)
     bound = BOUND[None if key_dtype != E4M3 else E4M3]
     assert not mass[..., rows.num_columns :].any()
     got = mass[..., : rows.num_columns].cpu()
     assert error_of(got, wanted) < bound
     assert not got[wanted == 0].any()  # above the diagonal
-    counts = measured_rows(rows, row_stride)
+    counts = tasks.measured
     torch.testing.assert_close(got.sum(-1), counts[:, None].expand(got.shape[:2]).float(), rtol=1e-4, atol=1e-4)
     measured = wanted_lse.isfinite()
     assert bool((lse.cpu()[~measured] == UNTOUCHED).all())
@@ -130,9 +130,10 @@ def test_chunked_prefill_adds_up(
     """Calls cut at odd rows give what one call gives; each adds into the block rows that it touches."""
     batch = make_batch((0, 250), group=3, kv_heads=1)
     rows, (segment,) = batch.rows(64), batch.segments
-    options = {"scale": batch.scale, "row_stride": row_stride, "key_dtype": None}
+    options = {"scale": batch.scale, "key_dtype": None}
     wanted, wanted_lse = empty(batch, rows, 4)
-    block_masses(batch.query, batch.kv, rows, mass=wanted, row_lse=wanted_lse, **options)
+    whole = MassTasks.build(rows, group=3, row_stride=row_stride)
+    block_masses(batch.query, batch.kv, whole, mass=wanted, row_lse=wanted_lse, **options)
     mass, lse = empty(batch, rows, 4)
     counts = torch.zeros(4, dtype=torch.int32)
     for begin, end in ((0, 1), (1, 63), (63, 131), (131, 250)):
@@ -141,9 +142,10 @@ def test_chunked_prefill_adds_up(
         )
         part_rows, touched = dataclasses.replace(batch, segments=[cut]).rows(64), cut.block_rows(64)
         own = mass[touched.start : touched.stop]
-        block_masses(batch.query, batch.kv, part_rows, mass=own, row_lse=lse, **options)
-        counts[touched.start : touched.stop] += measured_rows(part_rows, row_stride)
-    assert torch.equal(counts, measured_rows(rows, row_stride))
+        part = MassTasks.build(part_rows, group=3, row_stride=row_stride)
+        block_masses(batch.query, batch.kv, part, mass=own, row_lse=lse, **options)
+        counts[touched.start : touched.stop] += part.measured
+    assert torch.equal(counts, whole.measured)
     assert counts.tolist() == [64 // row_stride] * 3 + [(250 - 192) // row_stride]
     assert error_of(mass, wanted) < 1e-5
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=1e-4)
@@ -232,7 +234,8 @@ def test_both_passes_are_the_reference(
     batch = make_batch((block, 4 * block), group=2, kv_heads=1, sharpness=4.0, page_size=32)
     rows, (one,) = batch.rows(block), batch.requests
     mass, lse = empty(batch, rows, 3)
-    block_masses(batch.query, batch.kv, rows, scale=batch.scale, mass=mass, row_lse=lse, key_dtype=None)
+    tasks = MassTasks.build(rows, group=2)
+    block_masses(batch.query, batch.kv, tasks, scale=batch.scale, mass=mass, row_lse=lse, key_dtype=None)
     index = select_by_mass(mass, rows, 0.6)
     wanted = compress_rows(
         one.query, one.key, first_row=block, block=block, scale=one.scale, top_p=0.6, tile_dtype=tile_dtype

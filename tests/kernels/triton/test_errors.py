@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows, ChunkSpan
-from mapflow.kernels.compress import block_masses
+from mapflow.kernels.compress import MassTasks, block_masses
 from mapflow.kernels.guide import guide_attention
 from mapflow.kernels.map_table import MapTable
 from mapflow.kernels.paged import PagedKV
@@ -157,8 +157,9 @@ def test_masses(make_batch: Callable[..., Any]) -> None:
     rows = batch.rows(64)
     mass, lse = torch.zeros(3, 4, 3, device=batch.device), torch.zeros(4, 136, device=batch.device)
 
-    def measure(**change: Any) -> None:
-        arguments = {"query": batch.query, "kv": batch.kv, "rows": rows, "scale": 1.0, "mass": mass, "row_lse": lse}
+    def measure(rows: Any = rows, row_stride: int = 1, group: int = 2, **change: Any) -> None:
+        tasks = MassTasks.build(rows, group=group, row_stride=row_stride)
+        arguments = {"query": batch.query, "kv": batch.kv, "tasks": tasks, "scale": 1.0, "mass": mass, "row_lse": lse}
         block_masses(**{**arguments, **change})
 
     for change, message in bad_arguments(batch):
@@ -167,6 +168,8 @@ def test_masses(make_batch: Callable[..., Any]) -> None:
     for row_stride in (0, -1, 3, 128):
         with pytest.raises(ValueError, match=f"row_stride: expected a divisor of block 64, got {row_stride}"):
             measure(row_stride=row_stride)
+    with pytest.raises(ValueError, match="tasks: expected ones built for 2 query heads a KV head, got 4"):
+        measure(group=4)
     with pytest.raises(ValueError, match=r"mass: expected shape \[3, 4, C\], got \[2, 4, 3\]"):
         measure(mass=mass[:2])
     with pytest.raises(ValueError, match=r"mass: expected at least 3 contiguous columns, got \[3, 4, 2\]"):

@@ -1,0 +1,271 @@
+"""The compressor's first pass on the GPU: block masses straight from queries and paged keys, in one kernel.
+
+As `compress_reference.block_masses`, for the rows of a step, cut block rows included, which adds up over a chunked
+prefill. Also gives each row's log-sum-exp, which the second pass (`tiles.py`) needs.
+
+Nothing is needed from the sender's own attention. A program takes 128 rows of one KV head, the heads of its group
+stacked, so that keys are read once for all of them, and walks the block columns once. It notes each row's log-sum-exp
+of each block in a scratch of its own (L2-resident: rows x columns of one program, not of the prompt), keeps the row's
+total online, and turns the notes into masses at the end. e4m3 queries and keys (`key_dtype`) double the rate and halve
+the bytes: masses differ by 5e-4 (relative, norm) from exact ones.
+
+Measuring every row is what quality wants (design, section 2); `row_stride` s measures rows s - 1, 2s - 1, ... only.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mapflow.kernels.block_rows import BlockRows
+from mapflow.kernels.guide import LOG2_E, check_kernel_arguments
+from mapflow.kernels.pack import E4M3_MAX, SMALLEST, pack, pack_e4m3
+from mapflow.kernels.paged import PagedKV
+from mapflow.kernels.tensor_check import check_int, check_tensor
+from mapflow.kernels.tuning import launch_config
+
+_STACKED = 128  # rows of a task, all heads of a group together
+_COLUMNS_AT_ONCE = 32  # block columns of the notes that are turned into masses at a time
+_PROGRAMS_PER_PROCESSOR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MassTasks:
+    """What the programs of a step do, built once a step: `STACKED // group` sampled rows of one prompt each.
+
+    Sampled row j of a prompt is its token row j * row_stride + row_stride - 1.
+
+    Attributes:
+        table: i32 [T, 8] on the device, longest first: first sampled row, mass row of its block row, row_begin,
+            row_end, shift, token_base, 0, 0; the last four as in `BlockRows`.
+        measured: i32 [mass rows] on the host, rows that one call measures in each block row.
+    """
+
+    rows: BlockRows
+    row_stride: int
+    group: int
+    table: torch.Tensor
+    measured: torch.Tensor
+
+    @classmethod
+    def build(cls, rows: BlockRows, *, group: int, row_stride: int = 1) -> "MassTasks":
+        """For `group` query heads a KV head. Raises ValueError unless `row_stride` divides the block."""
+        check_int("group", group, minimum=1, maximum=_STACKED)
+        if row_stride < 1 or rows.block % row_stride:
+            raise ValueError(f"row_stride: expected a divisor of block {rows.block}, got {row_stride}")
+        num_rows = _STACKED // triton.next_power_of_2(group)
+        span = num_rows * row_stride
+        tasks: list[list[int]] = []
+        measured: list[int] = []
+        token_base = 0
+        for segment in rows.segments:
+            block_rows = segment.block_rows(rows.block)
+            shift = segment.out_begin - segment.row_begin
+            for task in range(block_rows.start * rows.block // span, -(-segment.row_end // span)):
+                mass_row = len(measured) + task * span // rows.block - block_rows.start
+                place = [task * num_rows, mass_row, segment.row_begin, segment.row_end, shift, token_base, 0, 0]
+                tasks.append(place)
+            for block_row in block_rows:
+                begin, end = segment.rows_within(block_row, rows.block)
+                measured.append(end // row_stride - begin // row_stride)
+            token_base += -(-segment.row_end // rows.block) * rows.block
+        tasks.sort(key=lambda task: -task[0])
+        return cls(
+            rows=rows,
+            row_stride=row_stride,
+            group=group,
+            table=torch.tensor(tasks, dtype=torch.int32).view(-1, 8).to(rows.device, non_blocking=True),
+            measured=torch.tensor(measured, dtype=torch.int32),
+        )
+
+
+def block_masses(
+    query: torch.Tensor,
+    kv: PagedKV,
+    tasks: MassTasks,
+    *,
+    scale: float,
+    mass: torch.Tensor,
+    row_lse: torch.Tensor,
+    key_dtype: torch.dtype | None = torch.float8_e4m3fn,
+) -> None:
+    """Add the probability sums of the rows of `tasks` to `mass`, and write their log-sum-exp.
+
+    query: bf16 or fp16 [N, Hq, head_dim], as in `guide.guide_attention`. kv: K of tokens [0, row_end) of each request
+    (V is not read). mass: float32 [mass rows, Hq, C], C >= the block columns reached; its rows are the block rows of
+    the segments, in order. Divide by the number of measured rows for a mean. row_lse: float32 [Hq, N], log2 of the sum
+    of exp(score); rows that are not measured stay as they are. key_dtype: float8_e4m3fn, or None for the cache's own.
+
+    Raises ValueError for wrong shapes, dtypes or strides.
+    """
+    rows = tasks.rows
+    group = check_kernel_arguments(query, kv, rows, scale)
+    if group != tasks.group:
+        raise ValueError(f"tasks: expected ones built for {group} query heads a KV head, got {tasks.group}")
+    num_heads, head_dim = query.shape[1:]
+    mass_shape = (tasks.measured.shape[0], num_heads, "C")
+    check_tensor("mass", mass, shape=mass_shape, dtypes=(torch.float32,), device=kv.device)
+    if mass.shape[2] < rows.num_columns or mass.stride(2) != 1:
+        raise ValueError(f"mass: expected at least {rows.num_columns} contiguous columns, got {list(mass.shape)}")
+    shape = (num_heads, query.shape[0])
+    check_tensor("row_lse", row_lse, shape=shape, dtypes=(torch.float32,), device=kv.device)
+    if key_dtype not in (None, torch.float8_e4m3fn, kv.key_cache.dtype):
+        raise ValueError(f"key_dtype: expected float8_e4m3fn or {kv.key_cache.dtype}, got {key_dtype}")
+    e4m3 = key_dtype == torch.float8_e4m3fn
+    keys = pack_e4m3(kv.key_cache, rows) if e4m3 else pack(kv.key_cache, rows)
+    num_tasks = tasks.table.shape[0]
+    num_items = num_tasks * kv.num_kv_heads
+    num_programs = min(num_items, _PROGRAMS_PER_PROCESSOR * _num_multiprocessors(kv.device))
+    num_columns = rows.num_columns + _STACKED  # a task may look past the last block row
+    notes = torch.empty(num_programs, num_columns, _STACKED, dtype=torch.float32, device=kv.device)
+    config = launch_config("masses", rows.block, head_dim, kv.device)
+    _masses_kernel[(num_programs,)](
+        query,
+        TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [rows.block, head_dim]),
+        keys.scale,
+        notes,
+        mass,
+        row_lse,
+        tasks.table,
+        num_items,
+        num_tasks,
+        num_columns,
+        scale * LOG2_E,
+        rows.num_packed_tokens,
+        query.stride(0),
+        query.stride(1),
+        mass.stride(0),
+        mass.stride(1),
+        row_lse.stride(0),
+        GROUP=group,
+        PADDED_GROUP=triton.next_power_of_2(group),
+        STACKED=_STACKED,
+        ROW_STRIDE=tasks.row_stride,
+        BLOCK=rows.block,
+        HEAD_DIM=head_dim,
+        E4M3=e4m3,
+        COLUMNS=_COLUMNS_AT_ONCE,
+        STAGES=config["num_stages"],
+        **config,
+    )
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+@triton.jit
+def _note(scores, scale, mine, column, seen, largest, total, STACKED: tl.constexpr):
+    """Write down each row's log-sum-exp of one block, and add it to the running one. Unseen blocks count nothing."""
+    top = tl.where(seen, tl.max(scores, 1) * scale, 0.0)
+    of_block = tl.sum(tl.exp2(scores * scale - top[:, None]), 1)
+    tl.store(mine + column * STACKED + tl.arange(0, STACKED), tl.where(seen, top + tl.log2(of_block), float("-inf")))
+    new_largest = tl.where(seen, tl.maximum(largest, top), largest)
+    total = total * tl.exp2(largest - new_largest) + tl.where(seen, of_block * tl.exp2(top - new_largest), 0.0)
+    return new_largest, total
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_items",
+        "num_tasks",
+        "num_columns",
+        "num_packed_tokens",
+        "stride_mass_row",
+        "stride_mass_head",
+        "stride_lse",
+    ]
+)
+def _masses_kernel(
+    query,
+    keys,
+    key_scale,
+    notes,
+    mass,
+    row_lse,
+    tasks,
+    num_items,
+    num_tasks,
+    num_columns,
+    qk_scale,
+    num_packed_tokens,
+    stride_query_row,
+    stride_query_head,
+    stride_mass_row,
+    stride_mass_head,
+    stride_lse,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    STACKED: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    E4M3: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    NUM_ROWS: tl.constexpr = STACKED // PADDED_GROUP
+    OF_BLOCK: tl.constexpr = BLOCK // ROW_STRIDE  # sampled rows of a block row
+    OF_TASK: tl.constexpr = NUM_ROWS if NUM_ROWS < OF_BLOCK else OF_BLOCK  # of them, in one task
+    BLOCK_ROWS: tl.constexpr = NUM_ROWS // OF_TASK
+    mine = notes + tl.program_id(0).to(tl.int64) * num_columns * STACKED
+    stacked = tl.arange(0, STACKED)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        kv_head = item // num_tasks  # KV head by KV head: its keys stay in L2
+        task = tasks + (item % num_tasks) * 8
+        first_row = tl.load(task) * ROW_STRIDE
+        row_end = tl.load(task + 3)
+        row_begin = tl.load(task + 2)
+        token = first_row + (stacked % NUM_ROWS) * ROW_STRIDE + (ROW_STRIDE - 1)
+        batch_row = (token + tl.load(task + 4)).to(tl.int64)
+        head = kv_head * GROUP + stacked // NUM_ROWS
+        measured = (token >= row_begin) & (token < row_end) & (stacked // NUM_ROWS < GROUP)
+        at = batch_row * stride_query_row + head * stride_query_head
+        lane = tl.arange(0, HEAD_DIM)[None, :]
+        q = tl.load(query + at[:, None] + lane, mask=measured[:, None], other=0.0)
+        scale = qk_scale
+        if E4M3:
+            largest_query = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), SMALLEST)
+            q = (q.to(tl.float32) * (E4M3_MAX / largest_query)).to(tl.float8e4nv)
+            scale = qk_scale * (largest_query / E4M3_MAX) * tl.load(key_scale + kv_head)
+        kv_row = kv_head * num_packed_tokens + tl.load(task + 5)
+        first_block = first_row // BLOCK
+        largest = tl.full([STACKED], float("-inf"), tl.float32)
+        total = tl.zeros([STACKED], tl.float32)
+        everywhere = stacked >= 0
+        for column in tl.range(0, first_block, num_stages=STAGES):
+            scores = tl.dot(q, keys.load([kv_row + column * BLOCK, 0]).T)
+            largest, total = _note(scores, scale, mine, column, everywhere, largest, total, STACKED)
+        for i in tl.static_range(BLOCK_ROWS):
+            start = (first_block + i) * BLOCK
+            scores = tl.dot(q, keys.load([kv_row + start, 0]).T)
+            past = token[:, None] >= (start + tl.arange(0, BLOCK))[None, :]
+            scores = tl.where(past, scores, float("-inf"))
+            largest, total = _note(scores, scale, mine, first_block + i, token >= start, largest, total, STACKED)
+        lse = largest + tl.log2(total)
+        tl.store(row_lse + head.to(tl.int64) * stride_lse + batch_row, lse, mask=measured)
+        tl.debug_barrier()  # the notes were written by other threads of this program
+        end_block = first_block + BLOCK_ROWS
+        mass_head = (kv_head * GROUP + tl.arange(0, PADDED_GROUP)).to(tl.int64)[None, :, None]
+        of_row = tl.arange(0, BLOCK_ROWS)[None, None, :]
+        in_segment = ((first_block + of_row) * BLOCK < row_end) & ((first_block + of_row + 1) * BLOCK > row_begin)
+        mass_row = (tl.load(task + 1) + of_row).to(tl.int64)
+        for start in range(0, end_block, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            noted = tl.load(
+                mine + columns[:, None] * STACKED + stacked[None, :],
+                mask=(columns < end_block)[:, None],
+                other=float("-inf"),
+            )
+            p = tl.where(measured[None, :], tl.exp2(noted - lse[None, :]), 0.0)
+            sums = tl.sum(tl.reshape(p, [COLUMNS, PADDED_GROUP, BLOCK_ROWS, OF_TASK]), 3)
+            place = mass + mass_row * stride_mass_row + mass_head * stride_mass_head + columns[:, None, None]
+            wanted = (columns[:, None, None] <= first_block + of_row) & (tl.arange(0, PADDED_GROUP) < GROUP)[
+                None, :, None
+            ]
+            tl.atomic_add(place, sums, mask=wanted & in_segment, sem="relaxed")
+        tl.debug_barrier()  # before the next task overwrites the notes

@@ -1,0 +1,267 @@
+"""The tile kernel for Hopper, in Gluon: one producer warp, two consumer warpgroups of 64 rows, as in `guide_hopper.py`.
+
+Two things make it fast. A thread of the tensor cores' result layout holds columns 8j + 2q and 8j + 2q + 1 of a row
+(q = its place among 4 threads, j < 16); with the block's tokens dealt out accordingly (`pack(interleaved=True)`), those
+are twice 16 neighbours, 4 threads 64, so tiles go to memory in full 16-byte stores and never through shared memory.
+And e4m3 is rounded with integer arithmetic from fp16, whose bits moved right by 7 it is (`tile_codec.py`): the
+conversion instruction shares its unit with exp2, which limits the kernel.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mapflow.kernels.block_rows import BlockIndex, BlockRows
+from mapflow.kernels.guide_hopper import _fetch, _item, _num_laps, _num_multiprocessors, _ring
+from mapflow.kernels.pack import Packed
+
+_STAGES = 3
+_CONSUMER_REGISTERS = 200
+
+
+def tiles_hopper(
+    query: torch.Tensor,
+    keys: Packed,
+    rows: BlockRows,
+    index: BlockIndex,
+    row_lse: torch.Tensor,
+    qk_scale: float,
+    arena: torch.Tensor,
+    offsets: torch.Tensor,
+    group: int,
+) -> None:
+    """As `tiles.store_tiles`, arguments checked there; e4m3, blocks of 128, interleaved keys."""
+    num_rows, num_heads, head_dim = query.shape
+    layout = gl.NVMMASharedLayout(128, 16)
+    flat = query.as_strided((num_rows, num_heads * head_dim), (query.stride(0), 1))
+    num_items = rows.num_lines * num_heads
+    tiles_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
+        TensorDescriptor.from_tensor(flat, [64, head_dim], layout),
+        TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [128, head_dim], layout),
+        row_lse,
+        arena,
+        offsets,
+        rows.lines,
+        index.columns,
+        index.counts,
+        qk_scale,
+        rows.num_lines,
+        num_heads,
+        rows.num_packed_tokens,
+        rows.num_columns,
+        row_lse.stride(0),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        STAGES=_STAGES,
+        REGISTERS=_CONSUMER_REGISTERS,
+        num_warps=4,
+    )
+
+
+@gluon.jit
+def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    queries, keys = descriptors
+    q_smem, k_smem = smem
+    q_ready, q_free, k_ready, k_free = rings
+    offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
+    turn = 0
+    tile = 0
+    for lap in range(_num_laps(num_lines, num_heads)):
+        head, at_line, slot, exists = _item(lap, num_lines, num_heads, GROUP)
+        if exists:
+            line = lines + at_line * 8
+            count = gl.where(gl.load(offsets + slot) < 0, 0, gl.load(counts + slot))
+            column = columns + slot.to(gl.int64) * max_columns
+            kv_row = (head // GROUP) * num_packed_tokens + gl.load(line + 5)
+            batch_row = gl.load(line + 1) * 128 + gl.load(line + 4)
+            if count > 0:
+                place = turn % 2
+                mbarrier.wait(q_free.index(place), (turn // 2 & 1) ^ 1)
+                mbarrier.expect(q_ready.index(place), 2 * 64 * HEAD_DIM * 2)
+                for half in gl.static_range(2):
+                    tma.async_copy_global_to_shared(
+                        queries,
+                        [batch_row + half * 64, head * HEAD_DIM],
+                        q_ready.index(place),
+                        q_smem.index(2 * place + half),
+                    )
+                for i in range(count):
+                    at = kv_row + gl.load(column + i) * 128
+                    _fetch(keys, at, 0, k_smem, k_ready, k_free, tile, 128 * HEAD_DIM * 2, STAGES)
+                    tile += 1
+                turn += 1
+
+
+@gluon.jit
+def _store(place, scores, past, lse, qk_scale, in_tile, is_diagonal, STORED: gl.constexpr):
+    """Scores to probabilities, e4m3, and memory."""
+    p = gl.exp2(scores * qk_scale - lse[:, None])
+    dealt = gl.reshape(gl.permute(gl.reshape(p, [64, 2, 8, 4, 2]), [0, 1, 3, 2, 4]), [64, 128])
+    dealt = gl.minimum(gl.convert_layout(dealt, STORED, assert_trivial=True), 1.0)
+    if is_diagonal:
+        dealt = gl.where(past, dealt, 0.0)
+    stored = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high, odd;
+        cvt.rn.f16x2.f32 low, $2, $1;
+        cvt.rn.f16x2.f32 high, $4, $3;
+        shr.b32 odd, low, 7;
+        and.b32 odd, odd, 0x00010001;
+        add.u32 low, low, odd;
+        add.u32 low, low, 0x003f003f;
+        shr.b32 low, low, 7;
+        shr.b32 odd, high, 7;
+        and.b32 odd, odd, 0x00010001;
+        add.u32 high, high, odd;
+        add.u32 high, high, 0x003f003f;
+        shr.b32 high, high, 7;
+        prmt.b32 $0, low, high, 0x6420;
+        }""",
+        "=r,f,f,f,f",
+        [dealt],
+        dtype=gl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+    gl.store(place + in_tile, stored)
+
+
+@gluon.jit
+def _consume(
+    arena,
+    row_lse,
+    smem,
+    rings,
+    work,
+    qk_scale,
+    stride_lse,
+    WHICH: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
+    q_smem, k_smem = smem
+    q_ready, q_free, k_ready, k_free = rings
+    offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    STORED: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0]],
+        lane_bases=[[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 128],
+    )
+    nothing = gl.zeros([64, 128], gl.float32, SCORES)
+    in_block = 64 * WHICH + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    row = 64 * WHICH + gl.arange(0, 64, gl.SliceLayout(1, STORED))
+    token = gl.arange(0, 128, gl.SliceLayout(0, STORED))
+    past = row[:, None] >= token[None, :]
+    in_tile = row[:, None] * 128 + token[None, :]
+    turn = 0
+    tile = 0
+    for lap in range(_num_laps(num_lines, num_heads)):
+        head, at_line, slot, exists = _item(lap, num_lines, num_heads, GROUP)
+        offset = gl.load(offsets + gl.where(exists, slot, 0))
+        if exists & (offset >= 0):
+            line = lines + at_line * 8
+            batch_row = gl.load(line + 1) * 128 + gl.load(line + 4) + in_block
+            lse = gl.load(row_lse + head.to(gl.int64) * stride_lse + batch_row)
+            base = arena + gl.multiple_of(offset, 64)
+            place = turn % 2
+            q = q_smem.index(2 * place + WHICH)
+            mbarrier.wait(q_ready.index(place), turn // 2 & 1)
+            count = gl.load(counts + slot)
+            for i in range(count):
+                stage = tile % STAGES
+                mbarrier.wait(k_ready.index(stage), tile // STAGES & 1)
+                started = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[started])
+                mbarrier.arrive(k_free.index(stage))
+                # the diagonal block is the last
+                _store(base, scores, past, lse, qk_scale, in_tile, i == count - 1, STORED)
+                base += 128 * 128
+                tile += 1
+            mbarrier.arrive(q_free.index(place))
+            turn += 1
+
+
+@gluon.jit
+def _consume_upper(
+    arena,
+    row_lse,
+    smem,
+    rings,
+    work,
+    qk_scale,
+    stride_lse,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    _consume(arena, row_lse, smem, rings, work, qk_scale, stride_lse, 0, GROUP, HEAD_DIM, STAGES)
+
+
+@gluon.jit
+def _consume_lower(
+    arena,
+    row_lse,
+    smem,
+    rings,
+    work,
+    qk_scale,
+    stride_lse,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    _consume(arena, row_lse, smem, rings, work, qk_scale, stride_lse, 1, GROUP, HEAD_DIM, STAGES)
+
+
+@gluon.jit(do_not_specialize=["num_lines", "num_heads", "num_packed_tokens", "max_columns", "stride_lse"])
+def tiles_kernel(
+    queries,
+    keys,
+    row_lse,
+    arena,
+    offsets,
+    lines,
+    columns,
+    counts,
+    qk_scale,
+    num_lines,
+    num_heads,
+    num_packed_tokens,
+    max_columns,
+    stride_lse,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    q_smem = gl.allocate_shared_memory(queries.dtype, [4, 64, HEAD_DIM], queries.layout)
+    k_smem = gl.allocate_shared_memory(keys.dtype, [STAGES, 128, HEAD_DIM], keys.layout)
+    q_ready, q_free = _ring(2, 2)
+    k_ready, k_free = _ring(STAGES, 2)
+    fence_async_shared()
+    gl.thread_barrier()
+    smem = (q_smem, k_smem)
+    rings = (q_ready, q_free, k_ready, k_free)
+    work = (offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
+    gl.warp_specialize(
+        [
+            (_consume_upper, (arena, row_lse, smem, rings, work, qk_scale, stride_lse, GROUP, HEAD_DIM, STAGES)),
+            (_consume_lower, (arena, row_lse, smem, rings, work, qk_scale, stride_lse, GROUP, HEAD_DIM, STAGES)),
+            (_produce, ((queries, keys), smem, rings, work, GROUP, HEAD_DIM, STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )

@@ -1,0 +1,68 @@
+"""After the warm-up nothing compiles, whatever the sizes of a step."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from mapflow.kernels.compress import MassTasks, block_masses
+from mapflow.kernels.guide import guide_attention
+from mapflow.kernels.select import select_by_mass, select_static
+from mapflow.kernels.warm_up import Warmer
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """Names of kernels, as they are compiled."""
+    names: list[str] = []
+
+    def note(**details: Any) -> None:
+        names.append(details["fn"].name)
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    yield names
+    triton.knobs.runtime.jit_post_compile_hook = None
+
+
+@pytest.mark.parametrize(("block", "head_dim"), [(64, 64), (128, 128)] if torch.cuda.is_available() else [(64, 64)])
+def test_nothing_compiles_after_the_warm_up(
+    make_batch: Callable[..., Any], device: torch.device, compiled: list[str], block: int, head_dim: int
+) -> None:
+    group, longest = 3, 40 * block
+    batch = make_batch((0, 70), group=group, kv_heads=2, head_dim=head_dim)
+    warmer = Warmer(kv=batch.kv, num_heads=6, block=block, chunk_tokens=4 * block, max_tokens=longest)
+    warmer.warm_receiver((E4M3, BF16), all_heads=True)
+    warmer.warm_sender((E4M3, BF16), row_strides=(1, 4))
+    if device.type == "cuda":
+        assert compiled, "the first run has to compile, or nothing is counted"
+    compiled.clear()
+    chance = random.Random(block)
+    lengths = [block + 1, longest - 3] + [
+        chance.randrange(1, longest) for _ in range(6 if device.type == "cuda" else 0)
+    ]
+    for length in lengths:
+        begin = max(0, length - chance.randrange(1, 2 * block))
+        batch = make_batch((begin, length), (0, 5), group=group, kv_heads=2, head_dim=head_dim)
+        rows = batch.rows(block)
+        index = select_static(rows, 6, sink_blocks=1, local_blocks=2)
+        out = batch.poisoned()
+        guide_attention(batch.query, batch.kv, rows, index, scale=0.1, out=out)
+        tasks = MassTasks.build(rows, group=group, row_stride=chance.choice((1, 4)))
+        mass = torch.zeros(tasks.measured.shape[0], 6, rows.num_columns, device=device)
+        lse = torch.zeros(6, batch.num_rows, device=device)
+        block_masses(batch.query, batch.kv, tasks, scale=0.1, mass=mass, row_lse=lse)
+        select_by_mass(mass, rows, 0.9)
+        assert not compiled
+
+
+@pytest.mark.parametrize(("tokens", "widths"), [(1, 1), (16 * 64, 1), (16 * 64 + 1, 2), (1 << 16, 7)])
+def test_every_width_of_a_selection_is_met(make_batch: Callable[..., Any], tokens: int, widths: int) -> None:
+    batch = make_batch((0, 5))
+    warmer = Warmer(kv=batch.kv, num_heads=4, block=64, chunk_tokens=256, max_tokens=tokens)
+    lengths = warmer._lengths()
+    assert len(lengths) == widths and lengths[-1] == tokens
