@@ -119,7 +119,7 @@ def block_masses(
     num_tasks = tasks.table.shape[0]
     num_items = num_tasks * kv.num_kv_heads
     num_programs = min(num_items, _PROGRAMS_PER_PROCESSOR * _num_multiprocessors(kv.device))
-    num_columns = rows.num_columns + _STACKED  # a task may look past the last block row
+    num_columns = rows.num_columns + tasks.row_stride  # a task may look past the last block row
     notes = torch.empty(num_programs, num_columns, _STACKED, dtype=torch.float32, device=kv.device)
     config = launch_config("masses", rows.block, head_dim, kv.device)
     _masses_kernel[(num_programs,)](
@@ -131,7 +131,7 @@ def block_masses(
         row_lse,
         tasks.table,
         num_items,
-        num_tasks,
+        kv.num_kv_heads,
         num_columns,
         scale * LOG2_E,
         rows.num_packed_tokens,
@@ -172,7 +172,7 @@ def _note(scores, scale, mine, column, seen, largest, total, STACKED: tl.constex
 @triton.jit(
     do_not_specialize=[
         "num_items",
-        "num_tasks",
+        "num_kv_heads",
         "num_columns",
         "num_packed_tokens",
         "stride_mass_row",
@@ -189,7 +189,7 @@ def _masses_kernel(
     row_lse,
     tasks,
     num_items,
-    num_tasks,
+    num_kv_heads,
     num_columns,
     qk_scale,
     num_packed_tokens,
@@ -215,8 +215,8 @@ def _masses_kernel(
     mine = notes + tl.program_id(0).to(tl.int64) * num_columns * STACKED
     stacked = tl.arange(0, STACKED)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        kv_head = item // num_tasks  # KV head by KV head: its keys stay in L2
-        task = tasks + (item % num_tasks) * 8
+        kv_head = item % num_kv_heads
+        task = tasks + (item // num_kv_heads) * 8
         first_row = tl.load(task) * ROW_STRIDE
         row_end = tl.load(task + 3)
         row_begin = tl.load(task + 2)
