@@ -169,7 +169,7 @@ def keep_blocks(heads: int, num_blocks: int, density: float, seed: int) -> torch
 
 def _ordered(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts and columns (kept ones first) of a mask, i32."""
-    return mask.sum(-1).int(), mask.int().sort(-1, descending=True, stable=True).indices.int()
+    return mask.sum(-1).int(), mask.int().sort(dim=-1, descending=True, stable=True).indices.int()
 
 
 class Synthetic:
