@@ -14,11 +14,12 @@ ordered by falling cost, long rows first, which keeps the last wave of programs 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from mapflow.kernels.row_segment import RowSegment, check_segments
+from mapflow.kernels.schedule import Schedules
 from mapflow.kernels.tensor_check import check_int, check_tensor
 
 KERNEL_BLOCKS = (64, 128)
@@ -51,6 +52,7 @@ class BlockRows:
         packed_blocks: i32 [num packed blocks, 4]: request, first token, end of its tokens, 0.
         max_block_row: the largest block row among them.
         num_batch_rows: rows of the batch's query and out.
+        schedules: of these lines, for persistent kernels.
     """
 
     block: int
@@ -60,6 +62,7 @@ class BlockRows:
     max_block_row: int
     num_batch_rows: int
     segments: tuple[RowSegment, ...]
+    schedules: Schedules
 
     @classmethod
     def from_segments(
@@ -108,7 +111,12 @@ class BlockRows:
             max_block_row=lines[0][1],
             num_batch_rows=num_batch_rows,
             segments=tuple(segments),
+            schedules=Schedules([line[1] + 1 for line in lines], device),
         )
+
+    def window(self, begin: int, end: int) -> "BlockRows":
+        """Lines [begin, end) alone; for grids, not for persistent kernels."""
+        return replace(self, lines=self.lines[begin:end], schedules=Schedules([], self.device))
 
     @property
     def num_lines(self) -> int:

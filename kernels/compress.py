@@ -12,7 +12,6 @@ the bytes: masses differ by 5e-4 (relative, norm) from exact ones.
 Measuring every row is what quality wants (design, section 2); `row_stride` s measures rows s - 1, 2s - 1, ... only.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +21,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.guide import LOG2_E, check_kernel_arguments
+from mapflow.kernels.hopper import num_multiprocessors
 from mapflow.kernels.pack import E4M3_MAX, SMALLEST, pack, pack_e4m3
 from mapflow.kernels.paged import PagedKV
+from mapflow.kernels.schedule import Schedules
 from mapflow.kernels.tensor_check import check_int, check_tensor
 from mapflow.kernels.tuning import launch_config
 
@@ -42,6 +43,7 @@ class MassTasks:
         table: i32 [T, 8] on the device, longest first: first sampled row, mass row of its block row, row_begin,
             row_end, shift, token_base, 0, 0; the last four as in `BlockRows`.
         measured: i32 [mass rows] on the host, rows that one call measures in each block row.
+        schedules: of these tasks.
     """
 
     rows: BlockRows
@@ -49,6 +51,7 @@ class MassTasks:
     group: int
     table: torch.Tensor
     measured: torch.Tensor
+    schedules: Schedules
 
     @classmethod
     def build(cls, rows: BlockRows, *, group: int, row_stride: int = 1) -> "MassTasks":
@@ -79,6 +82,7 @@ class MassTasks:
             group=group,
             table=torch.tensor(tasks, dtype=torch.int32).view(-1, 8).to(rows.device, non_blocking=True),
             measured=torch.tensor(measured, dtype=torch.int32),
+            schedules=Schedules([task[0] * row_stride // rows.block + 1 for task in tasks], rows.device),
         )
 
 
@@ -116,10 +120,15 @@ def block_masses(
         raise ValueError(f"key_dtype: expected float8_e4m3fn or {kv.key_cache.dtype}, got {key_dtype}")
     e4m3 = key_dtype == torch.float8_e4m3fn
     keys = pack_e4m3(kv.key_cache, rows) if e4m3 else pack(kv.key_cache, rows)
-    num_tasks = tasks.table.shape[0]
-    num_items = num_tasks * kv.num_kv_heads
-    num_programs = min(num_items, _PROGRAMS_PER_PROCESSOR * _num_multiprocessors(kv.device))
-    num_columns = rows.num_columns + tasks.row_stride  # a task may look past the last block row
+    schedule = tasks.schedules.table(
+        copies=kv.num_kv_heads,
+        group=1,
+        num_programs=num_multiprocessors(kv.device) * _PROGRAMS_PER_PROCESSOR,
+    )
+    num_laps, num_programs = schedule.shape
+    padded_group = triton.next_power_of_2(group)
+    # a task may look past the last block row, as far as it reaches itself
+    num_columns = rows.num_columns + _STACKED // padded_group * tasks.row_stride // rows.block
     notes = torch.empty(num_programs, num_columns, _STACKED, dtype=torch.float32, device=kv.device)
     config = launch_config("masses", rows.block, head_dim, kv.device)
     _masses_kernel[(num_programs,)](
@@ -130,8 +139,9 @@ def block_masses(
         mass,
         row_lse,
         tasks.table,
-        num_items,
-        kv.num_kv_heads,
+        schedule,
+        num_laps,
+        tasks.table.shape[0],
         num_columns,
         scale * LOG2_E,
         rows.num_packed_tokens,
@@ -141,7 +151,7 @@ def block_masses(
         mass.stride(1),
         row_lse.stride(0),
         GROUP=group,
-        PADDED_GROUP=triton.next_power_of_2(group),
+        PADDED_GROUP=padded_group,
         STACKED=_STACKED,
         ROW_STRIDE=tasks.row_stride,
         BLOCK=rows.block,
@@ -151,11 +161,6 @@ def block_masses(
         STAGES=config["num_stages"],
         **config,
     )
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
 
 
 @triton.jit
@@ -171,8 +176,8 @@ def _note(scores, scale, mine, column, seen, largest, total, STACKED: tl.constex
 
 @triton.jit(
     do_not_specialize=[
-        "num_items",
-        "num_kv_heads",
+        "num_laps",
+        "num_tasks",
         "num_columns",
         "num_packed_tokens",
         "stride_mass_row",
@@ -188,8 +193,9 @@ def _masses_kernel(
     mass,
     row_lse,
     tasks,
-    num_items,
-    num_kv_heads,
+    schedule,
+    num_laps,
+    num_tasks,
     num_columns,
     qk_scale,
     num_packed_tokens,
@@ -214,58 +220,60 @@ def _masses_kernel(
     BLOCK_ROWS: tl.constexpr = NUM_ROWS // OF_TASK
     mine = notes + tl.program_id(0).to(tl.int64) * num_columns * STACKED
     stacked = tl.arange(0, STACKED)
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        kv_head = item % num_kv_heads
-        task = tasks + (item // num_kv_heads) * 8
-        first_row = tl.load(task) * ROW_STRIDE
-        row_end = tl.load(task + 3)
-        row_begin = tl.load(task + 2)
-        token = first_row + (stacked % NUM_ROWS) * ROW_STRIDE + (ROW_STRIDE - 1)
-        batch_row = (token + tl.load(task + 4)).to(tl.int64)
-        head = kv_head * GROUP + stacked // NUM_ROWS
-        measured = (token >= row_begin) & (token < row_end) & (stacked // NUM_ROWS < GROUP)
-        at = batch_row * stride_query_row + head * stride_query_head
-        lane = tl.arange(0, HEAD_DIM)[None, :]
-        q = tl.load(query + at[:, None] + lane, mask=measured[:, None], other=0.0)
-        scale = qk_scale
-        if E4M3:
-            largest_query = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), SMALLEST)
-            q = (q.to(tl.float32) * (E4M3_MAX / largest_query)).to(tl.float8e4nv)
-            scale = qk_scale * (largest_query / E4M3_MAX) * tl.load(key_scale + kv_head)
-        kv_row = kv_head * num_packed_tokens + tl.load(task + 5)
-        first_block = first_row // BLOCK
-        largest = tl.full([STACKED], float("-inf"), tl.float32)
-        total = tl.zeros([STACKED], tl.float32)
-        everywhere = stacked >= 0
-        for column in tl.range(0, first_block, num_stages=STAGES):
-            scores = tl.dot(q, keys.load([kv_row + column * BLOCK, 0]).T)
-            largest, total = _note(scores, scale, mine, column, everywhere, largest, total, STACKED)
-        for i in tl.static_range(BLOCK_ROWS):
-            start = (first_block + i) * BLOCK
-            scores = tl.dot(q, keys.load([kv_row + start, 0]).T)
-            past = token[:, None] >= (start + tl.arange(0, BLOCK))[None, :]
-            scores = tl.where(past, scores, float("-inf"))
-            largest, total = _note(scores, scale, mine, first_block + i, token >= start, largest, total, STACKED)
-        lse = largest + tl.log2(total)
-        tl.store(row_lse + head.to(tl.int64) * stride_lse + batch_row, lse, mask=measured)
-        tl.debug_barrier()  # the notes were written by other threads of this program
-        end_block = first_block + BLOCK_ROWS
-        mass_head = (kv_head * GROUP + tl.arange(0, PADDED_GROUP)).to(tl.int64)[None, :, None]
-        of_row = tl.arange(0, BLOCK_ROWS)[None, None, :]
-        in_segment = ((first_block + of_row) * BLOCK < row_end) & ((first_block + of_row + 1) * BLOCK > row_begin)
-        mass_row = (tl.load(task + 1) + of_row).to(tl.int64)
-        for start in range(0, end_block, COLUMNS):
-            columns = start + tl.arange(0, COLUMNS)
-            noted = tl.load(
-                mine + columns[:, None] * STACKED + stacked[None, :],
-                mask=(columns < end_block)[:, None],
-                other=float("-inf"),
-            )
-            p = tl.where(measured[None, :], tl.exp2(noted - lse[None, :]), 0.0)
-            sums = tl.sum(tl.reshape(p, [COLUMNS, PADDED_GROUP, BLOCK_ROWS, OF_TASK]), 3)
-            place = mass + mass_row * stride_mass_row + mass_head * stride_mass_head + columns[:, None, None]
-            wanted = (columns[:, None, None] <= first_block + of_row) & (tl.arange(0, PADDED_GROUP) < GROUP)[
-                None, :, None
-            ]
-            tl.atomic_add(place, sums, mask=wanted & in_segment, sem="relaxed")
-        tl.debug_barrier()  # before the next task overwrites the notes
+    for lap in range(num_laps):
+        item = tl.load(schedule + lap * tl.num_programs(0) + tl.program_id(0))
+        if item >= 0:
+            kv_head = item // num_tasks
+            task = tasks + (item % num_tasks) * 8
+            first_row = tl.load(task) * ROW_STRIDE
+            row_end = tl.load(task + 3)
+            row_begin = tl.load(task + 2)
+            token = first_row + (stacked % NUM_ROWS) * ROW_STRIDE + (ROW_STRIDE - 1)
+            batch_row = (token + tl.load(task + 4)).to(tl.int64)
+            head = kv_head * GROUP + stacked // NUM_ROWS
+            measured = (token >= row_begin) & (token < row_end) & (stacked // NUM_ROWS < GROUP)
+            at = batch_row * stride_query_row + head * stride_query_head
+            lane = tl.arange(0, HEAD_DIM)[None, :]
+            q = tl.load(query + at[:, None] + lane, mask=measured[:, None], other=0.0)
+            scale = qk_scale
+            if E4M3:
+                largest_query = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), SMALLEST)
+                q = (q.to(tl.float32) * (E4M3_MAX / largest_query)).to(tl.float8e4nv)
+                scale = qk_scale * (largest_query / E4M3_MAX) * tl.load(key_scale + kv_head)
+            kv_row = kv_head * num_packed_tokens + tl.load(task + 5)
+            first_block = first_row // BLOCK
+            largest = tl.full([STACKED], float("-inf"), tl.float32)
+            total = tl.zeros([STACKED], tl.float32)
+            everywhere = stacked >= 0
+            for column in tl.range(0, first_block, num_stages=STAGES):
+                scores = tl.dot(q, keys.load([kv_row + column * BLOCK, 0]).T)
+                largest, total = _note(scores, scale, mine, column, everywhere, largest, total, STACKED)
+            for i in tl.static_range(BLOCK_ROWS):
+                start = (first_block + i) * BLOCK
+                scores = tl.dot(q, keys.load([kv_row + start, 0]).T)
+                past = token[:, None] >= (start + tl.arange(0, BLOCK))[None, :]
+                scores = tl.where(past, scores, float("-inf"))
+                largest, total = _note(scores, scale, mine, first_block + i, token >= start, largest, total, STACKED)
+            lse = largest + tl.log2(total)
+            tl.store(row_lse + head.to(tl.int64) * stride_lse + batch_row, lse, mask=measured)
+            tl.debug_barrier()  # the notes were written by other threads of this program
+            end_block = first_block + BLOCK_ROWS
+            mass_head = (kv_head * GROUP + tl.arange(0, PADDED_GROUP)).to(tl.int64)[None, :, None]
+            of_row = tl.arange(0, BLOCK_ROWS)[None, None, :]
+            in_segment = ((first_block + of_row) * BLOCK < row_end) & ((first_block + of_row + 1) * BLOCK > row_begin)
+            mass_row = (tl.load(task + 1) + of_row).to(tl.int64)
+            for start in range(0, end_block, COLUMNS):
+                columns = start + tl.arange(0, COLUMNS)
+                noted = tl.load(
+                    mine + columns[:, None] * STACKED + stacked[None, :],
+                    mask=(columns < end_block)[:, None],
+                    other=float("-inf"),
+                )
+                p = tl.where(measured[None, :], tl.exp2(noted - lse[None, :]), 0.0)
+                sums = tl.sum(tl.reshape(p, [COLUMNS, PADDED_GROUP, BLOCK_ROWS, OF_TASK]), 3)
+                place = mass + mass_row * stride_mass_row + mass_head * stride_mass_head + columns[:, None, None]
+                wanted = (columns[:, None, None] <= first_block + of_row) & (tl.arange(0, PADDED_GROUP) < GROUP)[
+                    None, :, None
+                ]
+                tl.atomic_add(place, sums, mask=wanted & in_segment, sem="relaxed")
+            tl.debug_barrier()  # before the next task overwrites the notes

@@ -6,7 +6,6 @@ Triton's interpreter. Scores are accumulated in float32; probabilities are round
 product, as FlashAttention does.
 """
 
-import functools
 import math
 
 import torch
@@ -16,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
 from mapflow.kernels.guide_hopper import guide_hopper
+from mapflow.kernels.hopper import is_hopper
 from mapflow.kernels.pack import KERNEL_DTYPES, Packed, check_kernel_kv, pack
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tensor_check import check_group, check_tensor
@@ -42,7 +42,7 @@ def guide_attention(
         raise ValueError("out: expected the head_dim axis to be contiguous")
     index.check_fits(rows, query.shape[1])
     keys, values = pack(kv.key_cache, rows), pack(kv.value_cache, rows)
-    if rows.block == 128 and _is_hopper(kv.device):
+    if rows.block == 128 and is_hopper(kv.device):
         guide_hopper(query, keys, values, rows, index, scale * LOG2_E, out, group)
     else:
         _guide(query, keys, values, rows, index, scale * LOG2_E, out, group)
@@ -62,11 +62,6 @@ def check_kernel_arguments(query: torch.Tensor, kv: PagedKV, rows: BlockRows, sc
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"scale: expected a positive number, got {scale}")
     return check_group(query.shape[1], kv.num_kv_heads)
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _guide(

@@ -8,21 +8,19 @@ The same schedule as FlashAttention 3 (Shah et al., 2024), over a list of blocks
 plain kernel of `guide.py` lacks: see `docs/performance.md`. Not for Triton's interpreter.
 """
 
-import functools
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
+from mapflow.kernels.hopper import async_load, barrier, fetch, item, num_multiprocessors, ring
 from mapflow.kernels.pack import Packed
 
 _STAGES = 2  # blocks of K and of V in shared memory
@@ -43,16 +41,20 @@ def guide_hopper(
     num_rows, num_heads, head_dim = query.shape
     layout = gl.NVMMASharedLayout(128, 16)
     flat = query.as_strided((num_rows, num_heads * head_dim), (query.stride(0), 1))
-    num_items = rows.num_lines * num_heads
-    guide_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
+    schedule = rows.schedules.table(
+        copies=num_heads // group, group=group, num_programs=num_multiprocessors(query.device)
+    )
+    guide_kernel[(schedule.shape[1],)](
         TensorDescriptor.from_tensor(flat, [64, head_dim], layout),
         TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [128, head_dim], layout),
         TensorDescriptor.from_tensor(values.data.view(-1, head_dim), [128, head_dim], layout),
         out,
+        schedule,
         rows.lines,
         index.columns,
         index.counts,
         qk_scale,
+        schedule.shape[0],
         rows.num_lines,
         num_heads,
         rows.num_packed_tokens,
@@ -67,62 +69,17 @@ def guide_hopper(
     )
 
 
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@gluon.jit
-def _item(lap, num_lines, num_heads, GROUP: gl.constexpr):
-    """What this program does in a lap over the work: head, line, its place in a BlockIndex, and whether it exists.
-
-    KV head by KV head: those that run together read the same K and V, a size that the L2 holds. To and fro: no program
-    always gets the costlier end of one.
-    """
-    place = gl.where(lap % 2 == 0, gl.program_id(0), gl.num_programs(0) - 1 - gl.program_id(0))
-    item = lap * gl.num_programs(0) + place
-    of_kv_head = item % (num_lines * GROUP)
-    head = item // (num_lines * GROUP) * GROUP + of_kv_head % GROUP
-    line = of_kv_head // GROUP
-    return head, line, line * num_heads + head, item < num_lines * num_heads
-
-
-@gluon.jit
-def _num_laps(num_lines, num_heads):
-    return (num_lines * num_heads + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon.jit
-def _ring(STAGES: gl.constexpr, readers: gl.constexpr):
-    """Barriers of a ring of buffers: `ready` once filled, `free` once all readers are done."""
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=readers)
-    return ready, free
-
-
-@gluon.jit
-def _fetch(descriptor, row, column, smem, ready, free, turn, NUM_BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """Fetch one tile into the ring's next buffer, once its readers have left it."""
-    stage = turn % STAGES
-    mbarrier.wait(free.index(stage), (turn // STAGES & 1) ^ 1)
-    mbarrier.expect(ready.index(stage), NUM_BYTES)
-    tma.async_copy_global_to_shared(descriptor, [row, column], ready.index(stage), smem.index(stage))
-
-
 @gluon.jit
 def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
     queries, keys, values = descriptors
     q_smem, k_smem, v_smem = smem
     q_ready, q_free, k_ready, k_free, v_ready, v_free = rings
-    lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
+    schedule, num_laps, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     QUERY_BYTES: gl.constexpr = 2 * 64 * HEAD_DIM * 2
     TILE_BYTES: gl.constexpr = 128 * HEAD_DIM * 2
     tile = 0
-    for lap in range(_num_laps(num_lines, num_heads)):
-        head, at_line, slot, exists = _item(lap, num_lines, num_heads, GROUP)
+    for lap in range(num_laps):
+        head, at_line, slot, exists = item(schedule, lap, num_lines, num_heads, GROUP)
         if exists:
             line = lines + at_line * 8
             count = gl.load(counts + slot)
@@ -133,7 +90,7 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
             mbarrier.wait(q_free.index(place), (lap // 2 & 1) ^ 1)
             mbarrier.expect(q_ready.index(place), QUERY_BYTES)
             for half in gl.static_range(2):
-                tma.async_copy_global_to_shared(
+                async_load(
                     queries,
                     [batch_row + half * 64, head * HEAD_DIM],
                     q_ready.index(place),
@@ -141,8 +98,8 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
                 )
             for i in range(count):  # the diagonal block, the last of the list, is fetched first
                 at = kv_row + gl.load(column + count - 1 - i) * 128
-                _fetch(keys, at, 0, k_smem, k_ready, k_free, tile, TILE_BYTES, STAGES)
-                _fetch(values, at, 0, v_smem, v_ready, v_free, tile, TILE_BYTES, STAGES)
+                fetch(keys, at, 0, k_smem, k_ready, k_free, tile, TILE_BYTES, STAGES)
+                fetch(values, at, 0, v_smem, v_ready, v_free, tile, TILE_BYTES, STAGES)
                 tile += 1
 
 
@@ -166,7 +123,7 @@ def _consume(
     """
     q_smem, k_smem, v_smem = smem
     q_ready, q_free, k_ready, k_free, v_ready, v_free = rings
-    lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
+    schedule, num_laps, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
@@ -188,8 +145,8 @@ def _consume(
     operand = gl.convert_layout(p.to(out.dtype.element_ty), OPERAND)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, RESULT)
     tile = 0
-    for lap in range(_num_laps(num_lines, num_heads)):
-        head, at_line, slot, exists = _item(lap, num_lines, num_heads, GROUP)
+    for lap in range(num_laps):
+        head, at_line, slot, exists = item(schedule, lap, num_lines, num_heads, GROUP)
         if exists:
             line = lines + at_line * 8
             block_row = gl.load(line + 1)
@@ -223,7 +180,9 @@ def _consume(
             v_phase = tile // STAGES & 1
             tile += 1
             ending = total
-            _, _, _, goes_on = _item(lap + 1, num_lines, num_heads, GROUP)
+            next_lap = gl.minimum(lap + 1, num_laps - 1)
+            _, _, _, goes_on = item(schedule, next_lap, num_lines, num_heads, GROUP)
+            goes_on = goes_on & (lap + 1 < num_laps)
             if goes_on:
                 stage = tile % STAGES
                 mbarrier.wait(q_ready.index(1 - place), (lap + 1) // 2 & 1)
@@ -286,16 +245,18 @@ def _consume_lower(
     _consume(out, smem, rings, work, qk_scale, stride_out_row, stride_out_head, 1, GROUP, HEAD_DIM, STAGES)
 
 
-@gluon.jit(do_not_specialize=["num_lines", "num_heads", "num_packed_tokens", "max_columns"])
+@gluon.jit(do_not_specialize=["num_laps", "num_lines", "num_heads", "num_packed_tokens", "max_columns"])
 def guide_kernel(
     queries,
     keys,
     values,
     out,
+    schedule,
     lines,
     columns,
     counts,
     qk_scale,
+    num_laps,
     num_lines,
     num_heads,
     num_packed_tokens,
@@ -307,18 +268,18 @@ def guide_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """One program a multiprocessor; see `_item` for the order of the work."""
+    """One program a multiprocessor; `schedule.py` says which items it does."""
     q_smem = gl.allocate_shared_memory(queries.dtype, [4, 64, HEAD_DIM], queries.layout)
     k_smem = gl.allocate_shared_memory(keys.dtype, [STAGES, 128, HEAD_DIM], keys.layout)
     v_smem = gl.allocate_shared_memory(values.dtype, [STAGES, 128, HEAD_DIM], values.layout)
-    q_ready, q_free = _ring(2, 2)
-    k_ready, k_free = _ring(STAGES, 2)
-    v_ready, v_free = _ring(STAGES, 2)
+    q_ready, q_free = ring(2, 2)
+    k_ready, k_free = ring(STAGES, 2)
+    v_ready, v_free = ring(STAGES, 2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     smem = (q_smem, k_smem, v_smem)
     rings = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
-    work = (lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
+    work = (schedule, num_laps, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
     gl.warp_specialize(
         [
             (

@@ -5,8 +5,6 @@ Block rows are whole here: which blocks a row keeps is known only once all of it
 blocks of 128 and e4m3 tiles, `tiles_hopper.py` does the same faster.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
 from mapflow.kernels.guide import LOG2_E, check_kernel_arguments, line_and_head
+from mapflow.kernels.hopper import is_hopper
 from mapflow.kernels.pack import pack
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tensor_check import check_tensor
@@ -58,7 +57,7 @@ def store_tiles(
     e4m3 = tile_dtype == torch.float8_e4m3fn
     log2_scale = 8.0 if e4m3 else 0.0
     assert not e4m3 or 2.0**log2_scale == TILE_SCALE
-    if e4m3 and rows.block == 128 and _is_hopper(kv.device):
+    if e4m3 and rows.block == 128 and is_hopper(kv.device):
         keys = pack(kv.key_cache, rows, interleaved=True)
         tiles_hopper(query, keys, rows, index, row_lse, scale * LOG2_E, arena, offsets, group)
         return
@@ -87,11 +86,6 @@ def store_tiles(
         STAGES=config["num_stages"],
         **config,
     )
-
-
-@functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @triton.jit(do_not_specialize=["num_packed_tokens", "max_columns", "stride_lse"])

@@ -1,4 +1,5 @@
-"""The tile kernel for Hopper, in Gluon: one producer warp, two consumer warpgroups of 64 rows, as in `guide_hopper.py`.
+"""The tile kernel for Hopper, in Gluon: a producer warp, and one or two pairs of consumer
+warpgroups of 64 rows each, as in `guide_hopper.py`. Two pairs take turns: one multiplies while the other stores.
 
 Two things make it fast. A thread of the tensor cores' result layout holds columns 8j + 2q and 8j + 2q + 1 of a row
 (q = its place among 4 threads, j < 16); with the block's tokens dealt out accordingly (`pack(interleaved=True)`), those
@@ -13,18 +14,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
-from mapflow.kernels.guide_hopper import _fetch, _item, _num_laps, _num_multiprocessors, _ring
+from mapflow.kernels.hopper import async_load, barrier, fetch, item, num_multiprocessors, ring
 from mapflow.kernels.pack import Packed
+from mapflow.kernels.tuning import launch_config
 
-_STAGES = 3
-_CONSUMER_REGISTERS = 200
+_REGISTERS = {1: 200, 2: 112}  # of a consumer's thread, by pairs of consumers
 
 
 def tiles_hopper(
@@ -40,19 +40,24 @@ def tiles_hopper(
 ) -> None:
     """As `tiles.store_tiles`, arguments checked there; e4m3, blocks of 128, interleaved keys."""
     num_rows, num_heads, head_dim = query.shape
+    config = launch_config("tiles_hopper", 128, head_dim, query.device)
     layout = gl.NVMMASharedLayout(128, 16)
     flat = query.as_strided((num_rows, num_heads * head_dim), (query.stride(0), 1))
-    num_items = rows.num_lines * num_heads
-    tiles_kernel[(min(num_items, _num_multiprocessors(query.device)),)](
+    schedule = rows.schedules.table(
+        copies=num_heads // group, group=group, num_programs=num_multiprocessors(query.device)
+    )
+    tiles_kernel[(schedule.shape[1],)](
         TensorDescriptor.from_tensor(flat, [64, head_dim], layout),
         TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [128, head_dim], layout),
         row_lse,
         arena,
         offsets,
+        schedule,
         rows.lines,
         index.columns,
         index.counts,
         qk_scale,
+        schedule.shape[0],
         rows.num_lines,
         num_heads,
         rows.num_packed_tokens,
@@ -60,8 +65,9 @@ def tiles_hopper(
         row_lse.stride(0),
         GROUP=group,
         HEAD_DIM=head_dim,
-        STAGES=_STAGES,
-        REGISTERS=_CONSUMER_REGISTERS,
+        STAGES=config["stages"],
+        PAIRS=config["pairs"],
+        REGISTERS=_REGISTERS[config["pairs"]],
         num_warps=4,
     )
 
@@ -71,11 +77,11 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
     queries, keys = descriptors
     q_smem, k_smem = smem
     q_ready, q_free, k_ready, k_free = rings
-    offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
+    schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     turn = 0
     tile = 0
-    for lap in range(_num_laps(num_lines, num_heads)):
-        head, at_line, slot, exists = _item(lap, num_lines, num_heads, GROUP)
+    for lap in range(num_laps):
+        head, at_line, slot, exists = item(schedule, lap, num_lines, num_heads, GROUP)
         if exists:
             line = lines + at_line * 8
             count = gl.where(gl.load(offsets + slot) < 0, 0, gl.load(counts + slot))
@@ -87,7 +93,7 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
                 mbarrier.wait(q_free.index(place), (turn // 2 & 1) ^ 1)
                 mbarrier.expect(q_ready.index(place), 2 * 64 * HEAD_DIM * 2)
                 for half in gl.static_range(2):
-                    tma.async_copy_global_to_shared(
+                    async_load(
                         queries,
                         [batch_row + half * 64, head * HEAD_DIM],
                         q_ready.index(place),
@@ -95,7 +101,7 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
                     )
                 for i in range(count):
                     at = kv_row + gl.load(column + i) * 128
-                    _fetch(keys, at, 0, k_smem, k_ready, k_free, tile, 128 * HEAD_DIM * 2, STAGES)
+                    fetch(keys, at, 0, k_smem, k_ready, k_free, tile, 128 * HEAD_DIM * 2, STAGES)
                     tile += 1
                 turn += 1
 
@@ -136,22 +142,19 @@ def _store(place, scores, past, lse, qk_scale, in_tile, is_diagonal, STORED: gl.
 
 @gluon.jit
 def _consume(
-    arena,
-    row_lse,
-    smem,
-    rings,
-    work,
-    qk_scale,
-    stride_lse,
+    of_tiles,
     WHICH: gl.constexpr,
+    PAIR: gl.constexpr,
+    PAIRS: gl.constexpr,
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Rows [64 * WHICH, 64 * WHICH + 64) of each tile."""
+    """Rows [64 * WHICH, 64 * WHICH + 64) of the tiles of this pair of warpgroups, every PAIRS-th."""
+    arena, row_lse, smem, rings, work, qk_scale, stride_lse = of_tiles
     q_smem, k_smem = smem
     q_ready, q_free, k_ready, k_free = rings
-    offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
+    schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     STORED: gl.constexpr = gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [8, 0]],
@@ -168,8 +171,8 @@ def _consume(
     in_tile = row[:, None] * 128 + token[None, :]
     turn = 0
     tile = 0
-    for lap in range(_num_laps(num_lines, num_heads)):
-        head, at_line, slot, exists = _item(lap, num_lines, num_heads, GROUP)
+    for lap in range(num_laps):
+        head, at_line, slot, exists = item(schedule, lap, num_lines, num_heads, GROUP)
         offset = gl.load(offsets + gl.where(exists, slot, 0))
         if exists & (offset >= 0):
             line = lines + at_line * 8
@@ -180,63 +183,52 @@ def _consume(
             q = q_smem.index(2 * place + WHICH)
             mbarrier.wait(q_ready.index(place), turn // 2 & 1)
             count = gl.load(counts + slot)
-            for i in range(count):
-                stage = tile % STAGES
-                mbarrier.wait(k_ready.index(stage), tile // STAGES & 1)
+            for i in range((tile + PAIR) % PAIRS, count, PAIRS):
+                stage = (tile + i) % STAGES
+                mbarrier.wait(k_ready.index(stage), (tile + i) // STAGES & 1)
                 started = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=[started])
                 mbarrier.arrive(k_free.index(stage))
                 # the diagonal block is the last
-                _store(base, scores, past, lse, qk_scale, in_tile, i == count - 1, STORED)
-                base += 128 * 128
-                tile += 1
+                _store(base + i * (128 * 128), scores, past, lse, qk_scale, in_tile, i == count - 1, STORED)
             mbarrier.arrive(q_free.index(place))
+            tile += count
             turn += 1
 
 
 @gluon.jit
-def _consume_upper(
-    arena,
-    row_lse,
-    smem,
-    rings,
-    work,
-    qk_scale,
-    stride_lse,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    _consume(arena, row_lse, smem, rings, work, qk_scale, stride_lse, 0, GROUP, HEAD_DIM, STAGES)
+def _consume_upper_0(of_tiles, PAIRS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    _consume(of_tiles, 0, 0, PAIRS, GROUP, HEAD_DIM, STAGES)
 
 
 @gluon.jit
-def _consume_lower(
-    arena,
-    row_lse,
-    smem,
-    rings,
-    work,
-    qk_scale,
-    stride_lse,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    _consume(arena, row_lse, smem, rings, work, qk_scale, stride_lse, 1, GROUP, HEAD_DIM, STAGES)
+def _consume_lower_0(of_tiles, PAIRS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    _consume(of_tiles, 1, 0, PAIRS, GROUP, HEAD_DIM, STAGES)
 
 
-@gluon.jit(do_not_specialize=["num_lines", "num_heads", "num_packed_tokens", "max_columns", "stride_lse"])
+@gluon.jit
+def _consume_upper_1(of_tiles, PAIRS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    _consume(of_tiles, 0, 1, PAIRS, GROUP, HEAD_DIM, STAGES)
+
+
+@gluon.jit
+def _consume_lower_1(of_tiles, PAIRS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    _consume(of_tiles, 1, 1, PAIRS, GROUP, HEAD_DIM, STAGES)
+
+
+@gluon.jit(do_not_specialize=["num_laps", "num_lines", "num_heads", "num_packed_tokens", "max_columns", "stride_lse"])
 def tiles_kernel(
     queries,
     keys,
     row_lse,
     arena,
     offsets,
+    schedule,
     lines,
     columns,
     counts,
     qk_scale,
+    num_laps,
     num_lines,
     num_heads,
     num_packed_tokens,
@@ -245,23 +237,38 @@ def tiles_kernel(
     GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
+    PAIRS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     q_smem = gl.allocate_shared_memory(queries.dtype, [4, 64, HEAD_DIM], queries.layout)
     k_smem = gl.allocate_shared_memory(keys.dtype, [STAGES, 128, HEAD_DIM], keys.layout)
-    q_ready, q_free = _ring(2, 2)
-    k_ready, k_free = _ring(STAGES, 2)
+    q_ready, q_free = ring(2, 2 * PAIRS)
+    k_ready, k_free = ring(STAGES, 2)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     smem = (q_smem, k_smem)
     rings = (q_ready, q_free, k_ready, k_free)
-    work = (offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
-    gl.warp_specialize(
-        [
-            (_consume_upper, (arena, row_lse, smem, rings, work, qk_scale, stride_lse, GROUP, HEAD_DIM, STAGES)),
-            (_consume_lower, (arena, row_lse, smem, rings, work, qk_scale, stride_lse, GROUP, HEAD_DIM, STAGES)),
-            (_produce, ((queries, keys), smem, rings, work, GROUP, HEAD_DIM, STAGES)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    work = (schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
+    of_tiles = (arena, row_lse, smem, rings, work, qk_scale, stride_lse)
+    if PAIRS == 2:
+        gl.warp_specialize(
+            [
+                (_consume_upper_0, (of_tiles, PAIRS, GROUP, HEAD_DIM, STAGES)),
+                (_consume_lower_0, (of_tiles, PAIRS, GROUP, HEAD_DIM, STAGES)),
+                (_consume_upper_1, (of_tiles, PAIRS, GROUP, HEAD_DIM, STAGES)),
+                (_consume_lower_1, (of_tiles, PAIRS, GROUP, HEAD_DIM, STAGES)),
+                (_produce, ((queries, keys), smem, rings, work, GROUP, HEAD_DIM, STAGES)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume_upper_0, (of_tiles, PAIRS, GROUP, HEAD_DIM, STAGES)),
+                (_consume_lower_0, (of_tiles, PAIRS, GROUP, HEAD_DIM, STAGES)),
+                (_produce, ((queries, keys), smem, rings, work, GROUP, HEAD_DIM, STAGES)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )

@@ -10,8 +10,6 @@ which does num_heads / num_kv_heads times less work, and does not care how much 
 block rows at a time.
 """
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
@@ -57,7 +55,7 @@ def translate_all_heads(
     if weights.shape[2] > maps.num_heads:
         products[:, :, maps.num_heads :] = 0  # padding of the sum over sender heads
     for start in range(0, rows.num_lines, window):
-        part = dataclasses.replace(rows, lines=rows.lines[start : start + window])
+        part = rows.window(start, start + window)
         _multiply(values, part, maps, products)
         _mix(products, part, weights, out, group)
 

@@ -1,5 +1,7 @@
 """The map of the modules names every module, and no other."""
 
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -23,3 +25,14 @@ def test_every_module_says_what_it_is_for() -> None:
         if not path.read_text().startswith('"""')
     ]
     assert not silent
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks/tables.py")
+    assert spec is not None and spec.loader is not None
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = tables.PERFORMANCE.read_text()
+    assert tables.fill(text) == text, "run `python benchmarks/tables.py --write`"
+    report = json.loads(tables.KERNELS.read_text())
+    assert report["gpu"] in text and report["commit"][:7] in text

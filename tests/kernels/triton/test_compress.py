@@ -56,7 +56,7 @@ def check_masses(
     mass, lse = empty(batch, rows, wanted.shape[0], extra_columns=3)
     tasks = MassTasks.build(rows, group=batch.group, row_stride=row_stride)
     block_masses(batch.query, batch.kv, tasks, scale=batch.scale, mass=mass, row_lse=lse, key_dtype=key_dtype)
-    bound = BOUND[None if key_dtype != E4M3 else E4M3]
+    bound = BOUND[None if key_dtype != E4M3 else E4M3] * math.sqrt(row_stride)  # fewer rows to average the rounding
     assert not mass[..., rows.num_columns :].any()
     got = mass[..., : rows.num_columns].cpu()
     assert error_of(got, wanted) < bound

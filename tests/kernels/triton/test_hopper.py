@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.fixture(params=[1, 3, 132])
 def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     for module in (guide_hopper, tiles_hopper):
-        monkeypatch.setattr(module, "_num_multiprocessors", lambda device: request.param)
+        monkeypatch.setattr(module, "num_multiprocessors", lambda device: request.param)
     return int(request.param)
 
 
