@@ -5,34 +5,44 @@ measures on held-out documents how far the receiver's next-token distributions m
 nats on the last reused rows (prefix) and on the tokens after them, which attend fully (suffix). Prints a table and
 writes `benchmarks/results/fp8-quality.json`. Only operands are rounded; sums are float32 everywhere.
 
-Without `--plan` a guide plan is calibrated first. Translate takes the same layer map and head map (all sender heads),
-in every layer that reuses and in the `BEST_LAYERS` with the least calibrated error alone. Baselines at the plan's own
-floor: `oracle`, guided by the receiver's own masses; `static`, sink and local window of at least the guide's density.
+Translate takes the guide plan's layer map and head map (all sender heads), in every layer that reuses, and in the
+`BEST_LAYERS` with the least calibrated error alone; "sums" are the log-sum-exps that the masses' kernel leaves for the
+tiles. Baselines: "oracle", guided by the receiver's own masses, and "static", sink and local window of at least the
+guide's density.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.metadata
+import json
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mapflow.calibration.attention import AttentionCall, AttentionHandler
-from mapflow.calibration.reuse import LayerRecord, ReuseAttention
-from mapflow.connector.plan import LayerPlan, Mode, Plan
-from mapflow.kernels.attention_map import decode_mass, encode_mass
-from mapflow.kernels.mask import guide_mask, mask_density, static_mask
+from mapflow.calibration.attention import AttentionCall, ObservedModel
+from mapflow.calibration.calibrate import calibrate
+from mapflow.calibration.config import CalibrationConfig
+from mapflow.calibration.evaluate import _static_plan as static_plan
+from mapflow.calibration.models import load_model, read_facts
+from mapflow.calibration.quality import compare
+from mapflow.calibration.reuse import LayerRecord, Recorder, ReuseAttention
+from mapflow.calibration.texts import load_tokenizer, read_documents
+from mapflow.connector.plan import LayerPlan, Mode, Plan, load_plan
 
 RESULT = Path(__file__).parent / "results" / "fp8-quality.json"
-BEST_LAYERS = 5  # reuse by translation alone is for few layers
 STRIDES = (1, 2, 4, 8)
+BEST_LAYERS = 5  # translation is for few layers: with all of them its own loss hides the rounding
 PREFIX_ROWS = 1024  # last reused rows whose distributions count
 STACKED = 128  # rows of a task of the masses' kernel, all heads of a group together
 E4M3_MAX = 448.0
-
-Records = Mapping[int, LayerRecord]
 
 
 def through_e4m3(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
@@ -52,150 +62,214 @@ def e4m3_call(call: AttentionCall, num_rows: int, stride: int) -> AttentionCall:
     return replace(call, query=query, key=through_e4m3(call.key, (1, 2)))
 
 
-def sampled_masses(call: AttentionCall, num_rows: int, block: int, stride: int) -> torch.Tensor:
-    """Block masses of rows stride - 1, 2 * stride - 1, ...: f32 [num_heads, num_blocks, num_blocks]."""
-    mass = torch.zeros(call.num_heads, num_rows // block, num_rows // block)
-    for row in range(num_rows // block):
-        maps = call.probabilities(torch.arange(row * block + stride - 1, (row + 1) * block, stride))
+def e4m3_masses(record: LayerRecord, block: int, stride: int) -> LayerRecord:
+    """The record with masses of rows stride - 1, 2 * stride - 1, ..., from e4m3 queries and keys."""
+    mass = torch.zeros_like(record.mass)
+    rounded = e4m3_call(record.call, mass.shape[1] * block, stride)
+    for row in range(mass.shape[1]):
+        maps = rounded.probabilities(torch.arange(row * block + stride - 1, (row + 1) * block, stride))
         mass[:, row, : row + 1] = maps.unflatten(2, (row + 1, block)).sum(3).mean(1)
-    return mass
-
-
-def row_lse(call: AttentionCall, num_rows: int, block: int) -> torch.Tensor:
-    """Log of the sum of exp(score) of each row: f32 [num_heads, num_rows], from a row's most probable column."""
-    parts = []
-    for rows in torch.arange(num_rows).split(block):
-        top, column = call.probabilities(rows).max(-1)  # [num_heads, block]
-        key = call.key.repeat_interleave(call.group, 0).take_along_dim(column[..., None], 1)
-        parts.append((call.query[:, rows] * key).sum(-1) * call.scaling - top.log())
-    return torch.cat(parts, 1)
+    return replace(record, mass=mass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TileCall(AttentionCall):
-    """A sender layer whose probabilities are scores over the sums that the masses' kernel left, as tiles are.
+    """A sender layer whose probabilities are exact scores over the kernel's sums, as in stored tiles.
 
     Attributes:
-        row_factor: f32 [num_heads, num_rows, 1], exact sum of exp(score) / the kernel's.
+        row_factor: f32 [num_heads, num_rows, 1], exact sum of exp(score) / the one of e4m3 queries and keys.
     """
 
     row_factor: torch.Tensor
+
+    @classmethod
+    def build(cls, call: AttentionCall, num_rows: int) -> TileCall:
+        """For rows [0, num_rows)."""
+        error = row_lse(call, num_rows) - row_lse(e4m3_call(call, num_rows, 1), num_rows)
+        inherited = {field.name: getattr(call, field.name) for field in fields(call)}
+        return cls(**inherited, row_factor=error.exp()[..., None])
 
     def probabilities(self, rows: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
         """As stored: at most 1."""
         return (AttentionCall.probabilities(self, rows, kept) * self.row_factor[:, rows]).clamp_max(1.0)
 
 
-def tile_call(call: AttentionCall, num_rows: int, block: int) -> TileCall:
-    """The call with the log-sum-exp of e4m3 queries and keys."""
-    error = row_lse(call, num_rows, block) - row_lse(e4m3_call(call, num_rows, 1), num_rows, block)
-    fields = {name: getattr(call, name) for name in AttentionCall.__dataclass_fields__}
-    return TileCall(**fields, row_factor=error.exp()[..., None])
+def row_lse(call: AttentionCall, num_rows: int) -> torch.Tensor:
+    """Log of each row's sum of exp(score), by its most probable column: f32 [num_heads, num_rows]."""
+    parts = []
+    for rows in torch.arange(num_rows).split(64):
+        top, column = call.probabilities(rows).max(-1)  # [num_heads, 64]
+        key = call.key.repeat_interleave(call.group, 0).take_along_dim(column[..., None], 1)
+        parts.append((call.query[:, rows] * key).sum(-1) * call.scaling - top.log())
+    return torch.cat(parts, 1)
 
 
-class E4m3Values:
-    """Gives a translated layer's reused rows the values that the kernel multiplies; all other rows keep their own."""
+class Reuse(ReuseAttention):
+    """Calibration's simulation, which also keeps its masks and can round the values that translate multiplies."""
 
-    def __init__(self, reuse: ReuseAttention, plan: Plan, num_rows: int) -> None:
-        """Wrap `reuse`, which simulates `plan` on rows [0, num_rows)."""
-        self._reuse = reuse
-        self._plan = plan
-        self._num_rows = num_rows
-        self.densities = reuse.densities
+    def __init__(self, *args: Any, e4m3_values: bool = False, **kwargs: Any) -> None:
+        """As `ReuseAttention`."""
+        super().__init__(*args, **kwargs)
+        self._e4m3_values = e4m3_values
+        self.masks: list[torch.Tensor] = []
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The layer's output."""
-        if self._plan.layers[call.layer].mode is not Mode.TRANSLATE:
-            return self._reuse.attend(call)
-        output = self._reuse.attend(replace(call, value=through_e4m3(call.value, (1, 2))))
-        output[:, self._num_rows :] = call.output()[:, self._num_rows :]
-        return output
+    def _masked(self, call: AttentionCall, mask: torch.Tensor, output: torch.Tensor) -> None:
+        self.masks.append(mask)
+        super()._masked(call, mask, output)
+
+    def _translate(self, call: AttentionCall, layer: LayerPlan, output: torch.Tensor) -> None:
+        rounded = replace(call, value=through_e4m3(call.value, (1, 2))) if self._e4m3_values else call
+        super()._translate(rounded, layer, output)
 
 
 def translate_plan(plan: Plan, num_layers: int) -> Plan:
     """A guide plan's maps, translated in the `num_layers` layers of least error; the others compute."""
     best = sorted(plan.head_map, key=lambda number: plan.layers[number].error)[:num_layers]
-    index = torch.arange(plan.sender.num_heads, dtype=torch.int32).expand(plan.receiver.num_heads, -1).contiguous()
-    layers = tuple(
-        replace(layer, mode=Mode.TRANSLATE) if number in best else LayerPlan(mode=Mode.COMPUTE)
-        for number, layer in enumerate(plan.layers)
-    )
-    weights = {number: plan.head_map[number] for number in best}
-    return replace(plan, layers=layers, head_map={}, head_index=dict.fromkeys(best, index), head_weight=weights)
+    index = torch.arange(plan.sender.num_heads, dtype=torch.int32).repeat(plan.receiver.num_heads, 1)
+    layers = [LayerPlan(mode=Mode.COMPUTE)] * len(plan.layers)
+    for number in best:
+        layers[number] = replace(plan.layers[number], mode=Mode.TRANSLATE)
+    weight = {number: plan.head_map[number] for number in best}
+    return replace(plan, layers=tuple(layers), head_map={}, head_index=dict.fromkeys(best, index), head_weight=weight)
 
 
-def static_plan(plan: Plan, num_blocks: int, density: float) -> Plan:
-    """Sink and the smallest local window of at least `density` in place of every guide layer."""
+def variants(
+    plan: Plan, exact: Mapping[int, LayerRecord], own: Mapping[int, LayerRecord], num_rows: int
+) -> Iterator[tuple[str, Reuse, bool, dict[str, float]]]:
+    """Name, handler, whether the following variants are held against it, figures that need no run of the receiver.
 
-    def density_of(local: int) -> float:
-        window = {"num_heads": 1, "num_block_rows": num_blocks, "sink_blocks": 1, "local_blocks": local}
-        return mask_density(static_mask(first_block_row=0, **window), first_block_row=0)
-
-    local = next(local for local in range(1, num_blocks + 1) if density_of(local) >= density)
-    static = LayerPlan(mode=Mode.STATIC, sink_blocks=1, local_blocks=local)
-    return replace(plan, layers=tuple(static if layer.needs_map else layer for layer in plan.layers), head_map={})
-
-
-def masks(plan: Plan, records: Records) -> list[torch.Tensor]:
-    """The mask of each guide layer."""
-    return [
-        guide_mask(
-            decode_mass(encode_mass(records[layer.sender_layer].mass)),
-            plan.head_map[number],
-            layer.top_p,
-            first_block_row=0,
-            sink_blocks=layer.sink_blocks,
-            local_blocks=layer.local_blocks,
-        )
-        for number, layer in enumerate(plan.layers)
-        if layer.sender_layer is not None
-    ]
-
-
-def differences(plan: Plan, exact: Records, rounded: Records) -> dict[str, float]:
-    """Share of kept blocks that only one of two masks keeps, and relative error (norm) of the masses; over layers."""
-    pairs = list(zip(masks(plan, exact), masks(plan, rounded)))
-    errors = [(rounded[layer].mass - exact[layer].mass).norm() / exact[layer].mass.norm() for layer in exact]
-    return {
-        "kept_differ": statistics.mean(float((a ^ b).sum() / (a.sum() + b.sum())) for a, b in pairs),
-        "mass_error": statistics.mean(map(float, errors)),
-    }
-
-
-Variant = tuple[str, str, AttentionHandler, dict[str, float]]
-
-
-def variants(plan: Plan, theirs: Records, own: Records, num_rows: int) -> Iterator[Variant]:
-    """Name, name of what it is held against, handler, and figures that need no run of the receiver."""
-    exact = "guide, exact masses"
-    guide = ReuseAttention(plan, theirs, num_rows=num_rows)
-    yield exact, exact, guide, {"kept_differ": 0.0, "mass_error": 0.0}
-    e4m3: dict[int, dict[int, LayerRecord]] = {}
+    exact, own: records of the sender's and the receiver's layers. What was yielded last has run when the next is asked.
+    """
+    guide = Reuse(plan, exact, num_rows=num_rows)
+    yield "guide, exact masses", guide, True, {}
+    records = {}
     for stride in STRIDES:
-        e4m3[stride] = {
-            layer: replace(
-                record,
-                mass=sampled_masses(e4m3_call(record.call, num_rows, stride), num_rows, plan.block, stride),
-            )
-            for layer, record in theirs.items()
-        }
+        records[stride] = {layer: e4m3_masses(record, plan.block, stride) for layer, record in exact.items()}
+        pairs = [(records[stride][layer].mass, record.mass) for layer, record in exact.items()]
+        error = statistics.mean(float((mass - wanted).norm() / wanted.norm()) for mass, wanted in pairs)
         name = "guide, e4m3 masses" + (f", rows 1/{stride}" if stride > 1 else "")
-        handler = ReuseAttention(plan, e4m3[stride], num_rows=num_rows)
-        yield name, exact, handler, differences(plan, theirs, e4m3[stride])
-    yield "oracle", exact, ReuseAttention(plan, theirs, num_rows=num_rows, own=own), {}
-    density = statistics.mean(guide.densities)  # the guide has run by now
-    static = static_plan(plan, num_rows // plan.block, density)
-    yield "static", exact, ReuseAttention(static, {}, num_rows=num_rows), {}
-    stored = {
-        layer: replace(record, call=tile_call(record.call, num_rows, plan.block)) for layer, record in e4m3[1].items()
-    }
+        yield name, Reuse(plan, records[stride], num_rows=num_rows), False, {"mass_error": error}
+    yield "oracle", Reuse(plan, exact, num_rows=num_rows, own=own), False, {}
+    static = static_plan(plan, num_rows // plan.block, statistics.mean(guide.densities))
+    yield "static", Reuse(static, {}, num_rows=num_rows), False, {}
+    stored = {layer: replace(one, call=TileCall.build(one.call, num_rows)) for layer, one in records[1].items()}
     for count in (len(plan.head_map), BEST_LAYERS):
         translate = translate_plan(plan, count)
-        kind = f"translate {count} layers"
-        exact = f"{kind}, exact values"
-        reuse = ReuseAttention(translate, theirs, num_rows=num_rows)
-        yield exact, exact, reuse, {}
-        reuse = ReuseAttention(translate, theirs, num_rows=num_rows)
-        yield f"{kind}, e4m3 values", exact, E4m3Values(reuse, translate, num_rows), {}
-        reuse = ReuseAttention(translate, stored, num_rows=num_rows)
-        yield f"{kind}, e4m3 values + sums", exact, E4m3Values(reuse, translate, num_rows), {}
+        name = f"translate {count} layers,"
+        yield f"{name} exact values", Reuse(translate, exact, num_rows=num_rows), True, {}
+        yield f"{name} e4m3 values", Reuse(translate, exact, num_rows=num_rows, e4m3_values=True), False, {}
+        whole = Reuse(translate, stored, num_rows=num_rows, e4m3_values=True)
+        yield f"{name} e4m3 values, masses, sums", whole, False, {}
+
+
+def judge_document(
+    plan: Plan, sender: ObservedModel, receiver: ObservedModel, ids: list[int], num_rows: int
+) -> dict[str, dict[str, float]]:
+    """Variant -> its figures on one document, of which rows [0, num_rows) reuse."""
+    theirs = Recorder(frozenset(plan.map_layers), num_rows=num_rows, block=plan.block)
+    sender.run(ids, theirs)
+    own = Recorder(frozenset(plan.head_map), num_rows=num_rows, block=plan.block)
+    start = max(0, num_rows - PREFIX_ROWS)
+    full = receiver.run(ids, own, logits_from=start)
+    results: dict[str, dict[str, float]] = {}
+    for name, handler, is_reference, figures in variants(plan, theirs.records, own.records, num_rows):
+        logits = receiver.run(ids, handler, logits_from=start)
+        quality = compare(full, logits, num_rows - start, statistics.mean(handler.densities))
+        mine = {"prefix_kl": quality.prefix_kl, "suffix_kl": quality.suffix_kl, "density": quality.density} | figures
+        if is_reference:
+            reference, masks = mine, handler.masks
+        if handler.masks:
+            shares = [float((a ^ b).sum() / (a.sum() + b.sum())) for a, b in zip(handler.masks, masks)]
+            mine["kept_differ"] = statistics.mean(shares)  # share of kept blocks that only one of two masks keeps
+        ratios = {f"{part}_ratio": mine[part] / reference[part] for part in ("prefix_kl", "suffix_kl")}
+        results[name] = mine | ratios
+    return results
+
+
+def summary(documents: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Variant -> figure -> its mean and spread over documents."""
+
+    def spread(values: list[float]) -> dict[str, float]:
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        figures = {"mean": statistics.mean(values), "sd": deviation, "min": min(values), "max": max(values)}
+        return {name: float(f"{value:.4g}") for name, value in figures.items()}
+
+    return {
+        name: {figure: spread([one[name][figure] for one in documents]) for figure in figures}
+        for name, figures in documents[0].items()
+    }
+
+
+def print_table(block: int, of_variants: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Means and standard deviations over documents; ratios are to exact operands, document by document."""
+    columns = {"prefix_kl": 4, "prefix_kl_ratio": 3, "suffix_kl": 5, "suffix_kl_ratio": 3, "density": 3}
+    columns |= {"kept_differ": 4, "mass_error": 4}
+    print(f"\n{f'blocks of {block}':45}" + "".join(f"{name:>19}" for name in columns))
+    for name, of in of_variants.items():
+        cells = [
+            f"{of[figure]['mean']:.{digits}f} ± {of[figure]['sd']:.{digits}f}" if figure in of else "-"
+            for figure, digits in columns.items()
+        ]
+        print(f"{name:45}" + "".join(f"{cell:>19}" for cell in cells))
+
+
+def main() -> None:
+    """Parse, measure, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    for name in ("--sender", "--receiver", "--texts"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--plan", type=Path, required=True, help="guide plan of the pair; made here if there is none")
+    parser.add_argument("--calibration", type=Path, help="texts to calibrate it on")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[64])
+    parser.add_argument("--prefix", type=int, default=2048, help="rows that reuse")
+    parser.add_argument("--suffix", type=int, default=256, help="tokens after them")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=9.0, help="no document is begun that would end later")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    pair = {"sender": arguments.sender, "receiver": arguments.receiver}
+    if not arguments.plan.exists():
+        sample = {"first_layer": 3, "max_tokens": 1024, "row_fraction": 0.25}
+        calibrate(CalibrationConfig(**pair, texts=arguments.calibration, out=arguments.plan, **sample))
+    plan = load_plan(arguments.plan)
+    sender, receiver = (
+        ObservedModel(load_model(read_facts(one), device="cpu", dtype="float32")) for one in pair.values()
+    )
+    num_tokens = arguments.prefix + arguments.suffix
+    texts = read_documents(arguments.texts, load_tokenizer(arguments.receiver), max_tokens=num_tokens)
+    texts = [ids for ids in texts if len(ids) == num_tokens][: arguments.documents]
+    git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    commit = subprocess.run(git, cwd=RESULT.parent, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    layer = plan.layers[min(plan.head_map)]
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit or "unknown",
+        "versions": {"python": sys.version.split()[0], **versions},
+        "models": {"sender": plan.sender.model_id, "receiver": plan.receiver.model_id},
+        "plan": {name: getattr(layer, name) for name in ("top_p", "sink_blocks", "local_blocks")}
+        | {"sender_layers": [one.sender_layer for one in plan.layers]},
+        "prefix_tokens": arguments.prefix,
+        "prefix_tokens_judged": min(PREFIX_ROWS, arguments.prefix),
+        "suffix_tokens": arguments.suffix,
+        "blocks": {},
+    }
+    results: dict[int, list[dict[str, dict[str, float]]]] = {block: [] for block in arguments.blocks}
+    longest = 0.0
+    for number, ids in enumerate(texts, 1):
+        begun = time.monotonic()
+        if begun + longest > started + 60 * arguments.minutes:
+            break
+        for block, of_documents in results.items():
+            of_documents.append(judge_document(replace(plan, block=block), sender, receiver, ids, arguments.prefix))
+            report["blocks"][block] = {"documents": number, "variants": summary(of_documents)}
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")  # what was measured survives an interruption
+        longest = max(longest, time.monotonic() - begun)
+        print(f"document {number} of {len(texts)}, {time.monotonic() - started:.0f} s", flush=True)
+    for block, of_block in report["blocks"].items():
+        print_table(block, of_block["variants"])
+
+
+if __name__ == "__main__":
+    main()

@@ -44,7 +44,7 @@ def guide_hopper(
     schedule = rows.schedules.table(
         copies=num_heads // group, group=group, num_programs=num_multiprocessors(query.device)
     )
-    guide_kernel[(schedule.shape[1],)](
+    guide_hopper_kernel[(schedule.shape[1],)](
         TensorDescriptor.from_tensor(flat, [64, head_dim], layout),
         TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [128, head_dim], layout),
         TensorDescriptor.from_tensor(values.data.view(-1, head_dim), [128, head_dim], layout),
@@ -246,7 +246,7 @@ def _consume_lower(
 
 
 @gluon.jit(do_not_specialize=["num_laps", "num_lines", "num_heads", "num_packed_tokens", "max_columns"])
-def guide_kernel(
+def guide_hopper_kernel(
     queries,
     keys,
     values,

@@ -46,7 +46,7 @@ def tiles_hopper(
     schedule = rows.schedules.table(
         copies=num_heads // group, group=group, num_programs=num_multiprocessors(query.device)
     )
-    tiles_kernel[(schedule.shape[1],)](
+    tiles_hopper_kernel[(schedule.shape[1],)](
         TensorDescriptor.from_tensor(flat, [64, head_dim], layout),
         TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [128, head_dim], layout),
         row_lse,
@@ -217,7 +217,7 @@ def _consume_lower_1(of_tiles, PAIRS: gl.constexpr, GROUP: gl.constexpr, HEAD_DI
 
 
 @gluon.jit(do_not_specialize=["num_laps", "num_lines", "num_heads", "num_packed_tokens", "max_columns", "stride_lse"])
-def tiles_kernel(
+def tiles_hopper_kernel(
     queries,
     keys,
     row_lse,

@@ -1,10 +1,12 @@
 """Launch configurations: measured ones per GPU, checked in under `tuned/`, and one that is safe everywhere else.
 
-Nothing is tuned while serving. `benchmarks/kernels.py --tune` measures the candidates and prints the file.
+Nothing is tuned while serving. `benchmarks/tune.py` measures the candidates and prints a file for the GPU at hand.
 """
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,8 +15,23 @@ _FOLDER = Path(__file__).parent / "tuned"
 _DEFAULT = "default"
 
 
+_overrides: dict[str, dict[str, int]] = {}
+
+
+@contextmanager
+def override(kernel: str, options: dict[str, int]) -> Iterator[None]:
+    """Give `kernel` these options; for whoever measures candidates. Not for several threads."""
+    _overrides[kernel] = options
+    try:
+        yield
+    finally:
+        del _overrides[kernel]
+
+
 def launch_config(kernel: str, block: int, head_dim: int, device: torch.device) -> dict[str, int]:
     """A copy of the options of `kernel` for this block size, head_dim and GPU."""
+    if kernel in _overrides:
+        return dict(_overrides[kernel])
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _DEFAULT
     return dict(_config(name, kernel, f"block{block}-dim{head_dim}"))
 

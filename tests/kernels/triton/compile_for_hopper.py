@@ -71,7 +71,7 @@ def main() -> None:
     for dim in (64, 128):
         query, other = (f"tensordesc<bf16[{rows}, {dim}],{layout}>" for rows in (64, 128))
         found[f"guide {dim}"] = disassembled(
-            guide_hopper.guide_kernel,
+            guide_hopper.guide_hopper_kernel,
             {"GROUP": 4, "HEAD_DIM": dim, "STAGES": 2, "REGISTERS": 240},
             queries=query,
             keys=other,
@@ -80,7 +80,7 @@ def main() -> None:
         for pairs, registers in tiles_hopper._REGISTERS.items():
             constants = {"GROUP": 4, "HEAD_DIM": dim, "STAGES": 2 + pairs, "PAIRS": pairs, "REGISTERS": registers}
             found[f"tiles {dim} {pairs}"] = disassembled(
-                tiles_hopper.tiles_kernel, constants, queries=query, keys=other
+                tiles_hopper.tiles_hopper_kernel, constants, queries=query, keys=other
             )
     print(json.dumps(found))
 

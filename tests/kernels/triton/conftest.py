@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,10 @@ def _widened(handle: Any) -> Any:
 
 def _use_interpreter() -> None:
     """Before any kernel is imported. The environment stays as it is: child processes are not meant."""
+    triton.knobs.propagate_env = False  # or it would set the variable
     triton.knobs.runtime.interpret = True
+    triton.knobs.propagate_env = True
+    assert "TRITON_INTERPRET" not in os.environ
     importlib.reload(tl.standard)  # tl.sum and its like were decorated when Triton was imported
     importlib.reload(tl)
     interpreter._convert_float = _convert_float

@@ -23,7 +23,8 @@ def test_no_spills_and_products_in_flight() -> None:
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-3000:]
+    said = "\n".join(line for line in run.stderr.splitlines() if "leaked" not in line)  # the compiler's bindings
+    assert run.returncode == 0, said[-3000:]
     found = json.loads(run.stdout)
     assert len(found) == 6
     for name, kernel in found.items():
