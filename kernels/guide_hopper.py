@@ -104,23 +104,12 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
 
 
 @gluon.jit
-def _consume(
-    out,
-    smem,
-    rings,
-    work,
-    qk_scale,
-    stride_out_row,
-    stride_out_head,
-    WHICH: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def _consume(of_rows, WHICH: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
     """Rows [64 * WHICH, 64 * WHICH + 64) of each item.
 
     The last product of an item and its way to memory overlap with the first scores of the next item.
     """
+    out, smem, rings, work, qk_scale, stride_out_row, stride_out_head = of_rows
     q_smem, k_smem, v_smem = smem
     q_ready, q_free, k_ready, k_free, v_ready, v_free = rings
     schedule, num_laps, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
@@ -214,35 +203,13 @@ def _consume(
 
 
 @gluon.jit
-def _consume_upper(
-    out,
-    smem,
-    rings,
-    work,
-    qk_scale,
-    stride_out_row,
-    stride_out_head,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    _consume(out, smem, rings, work, qk_scale, stride_out_row, stride_out_head, 0, GROUP, HEAD_DIM, STAGES)
+def _consume_upper(of_rows, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    _consume(of_rows, 0, GROUP, HEAD_DIM, STAGES)
 
 
 @gluon.jit
-def _consume_lower(
-    out,
-    smem,
-    rings,
-    work,
-    qk_scale,
-    stride_out_row,
-    stride_out_head,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    _consume(out, smem, rings, work, qk_scale, stride_out_row, stride_out_head, 1, GROUP, HEAD_DIM, STAGES)
+def _consume_lower(of_rows, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
+    _consume(of_rows, 1, GROUP, HEAD_DIM, STAGES)
 
 
 @gluon.jit(do_not_specialize=["num_laps", "num_lines", "num_heads", "num_packed_tokens", "max_columns"])
@@ -280,16 +247,11 @@ def guide_hopper_kernel(
     smem = (q_smem, k_smem, v_smem)
     rings = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
     work = (schedule, num_laps, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
+    of_rows = (out, smem, rings, work, qk_scale, stride_out_row, stride_out_head)
     gl.warp_specialize(
         [
-            (
-                _consume_upper,
-                (out, smem, rings, work, qk_scale, stride_out_row, stride_out_head, GROUP, HEAD_DIM, STAGES),
-            ),
-            (
-                _consume_lower,
-                (out, smem, rings, work, qk_scale, stride_out_row, stride_out_head, GROUP, HEAD_DIM, STAGES),
-            ),
+            (_consume_upper, (of_rows, GROUP, HEAD_DIM, STAGES)),
+            (_consume_lower, (of_rows, GROUP, HEAD_DIM, STAGES)),
             (_produce, ((queries, keys, values), smem, rings, work, GROUP, HEAD_DIM, STAGES)),
         ],
         [4, 1],

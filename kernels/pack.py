@@ -6,7 +6,6 @@ H200), keeps every concern of paging in this file, and is where fp8 operands com
 its largest magnitude over 448. What lies outside a request's tokens (stale pages, the end of the last page) becomes 0.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +45,7 @@ def pack(cache: torch.Tensor, rows: BlockRows, *, interleaved: bool = False) -> 
     `interleaved`, for blocks of 128: row 64h + 8j + 2q + b of a block is its token 64h + 16q + 2j + b (j < 8, q < 4).
     """
     data = cache.new_empty(cache.shape[1], rows.num_packed_tokens, cache.shape[3])
-    _launch(_pack_kernel, cache, rows, data, None, None, interleaved=interleaved)
+    _launch(cache, rows, data, None, None, interleaved=interleaved)
     return Packed(data=data)
 
 
@@ -55,26 +54,24 @@ def pack_e4m3(cache: torch.Tensor, rows: BlockRows, *, transposed: bool = False)
     heads, tokens, head_dim = cache.shape[1], rows.num_packed_tokens, cache.shape[3]
     shape = (heads, tokens // rows.block, head_dim, rows.block) if transposed else (heads, tokens, head_dim)
     largest = torch.zeros(heads, dtype=torch.float32, device=cache.device)
-    _launch(_amax_kernel, cache, rows, largest, None, None)
+    _launch(cache, rows, None, largest, None)
     data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=cache.device)
     scale = torch.empty_like(largest)
-    _launch(_pack_kernel, cache, rows, data, largest, scale, transposed=transposed)
+    _launch(cache, rows, data, largest, scale, transposed=transposed)
     return Packed(data=data, scale=scale)
 
 
 def _launch(
-    kernel: Callable[..., object],
     cache: torch.Tensor,
     rows: BlockRows,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     largest: torch.Tensor | None,
     scale: torch.Tensor | None,
     *,
     transposed: bool = False,
     interleaved: bool = False,
 ) -> None:
-    grid = (rows.packed_blocks.shape[0], cache.shape[1])
-    kernel[grid](  # type: ignore[index]
+    _pack_kernel[(rows.packed_blocks.shape[0], cache.shape[1])](
         cache,
         rows.block_tables,
         rows.packed_blocks,
@@ -89,6 +86,7 @@ def _launch(
         PAGE=cache.shape[2],
         BLOCK=rows.block,
         HEAD_DIM=cache.shape[3],
+        MEASURED=out is None,
         TRANSPOSED=transposed,
         INTERLEAVED=interleaved,
         SCALED=scale is not None,
@@ -107,36 +105,7 @@ def _load_block(cache, tables, block, max_pages, stride_page, stride_head, strid
     return tl.load(cache + at[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=inside[:, None], other=0.0)
 
 
-_RUNTIME_INTS = ["max_pages", "num_tokens"]
-
-
-@triton.jit(do_not_specialize=_RUNTIME_INTS)
-def _amax_kernel(
-    cache,
-    tables,
-    blocks,
-    out,
-    largest,
-    scale,
-    max_pages,
-    num_tokens,
-    stride_page,
-    stride_head,
-    stride_token,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """out[head] = max(out[head], largest magnitude of one block)."""
-    block = blocks + tl.program_id(0) * 4
-    x = _load_block(cache, tables, block, max_pages, stride_page, stride_head, stride_token, PAGE, BLOCK, HEAD_DIM)
-    tl.atomic_max(out + tl.program_id(1), tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0))
-
-
-@triton.jit(do_not_specialize=_RUNTIME_INTS)
+@triton.jit(do_not_specialize=["max_pages", "num_tokens"])
 def _pack_kernel(
     cache,
     tables,
@@ -152,25 +121,31 @@ def _pack_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    MEASURED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """out[head, block] = the block, scaled to e4m3 if SCALED, as [HEAD_DIM, BLOCK] if TRANSPOSED."""
+    """MEASURED: largest[head] = max(largest[head], largest magnitude of the block). Otherwise
+    out[head, block] = the block, scaled to e4m3 if SCALED, as [HEAD_DIM, BLOCK] if TRANSPOSED.
+    """
     head = tl.program_id(1)
     block = blocks + tl.program_id(0) * 4
     x = _load_block(cache, tables, block, max_pages, stride_page, stride_head, stride_token, PAGE, BLOCK, HEAD_DIM)
-    if SCALED:
-        most = tl.maximum(tl.load(largest + head), SMALLEST)
-        x = (x.to(tl.float32) * (E4M3_MAX / most)).to(tl.float8e4nv)
-        if tl.program_id(0) == 0:
-            tl.store(scale + head, most / E4M3_MAX)
-    place = out + (head.to(tl.int64) * num_tokens + tl.program_id(0) * BLOCK) * HEAD_DIM
-    if TRANSPOSED:
-        where = tl.arange(0, HEAD_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        tl.store(place + where, tl.trans(x))
+    if MEASURED:
+        tl.atomic_max(largest + head, tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0))
     else:
-        row = tl.arange(0, BLOCK)
-        if INTERLEAVED:
-            row = row // 64 * 64 + row % 16 // 2 * 8 + row % 64 // 16 * 2 + row % 2
-        tl.store(place + row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], x)
+        if SCALED:
+            most = tl.maximum(tl.load(largest + head), SMALLEST)
+            x = (x.to(tl.float32) * (E4M3_MAX / most)).to(tl.float8e4nv)
+            if tl.program_id(0) == 0:
+                tl.store(scale + head, most / E4M3_MAX)
+        place = out + (head.to(tl.int64) * num_tokens + tl.program_id(0) * BLOCK) * HEAD_DIM
+        if TRANSPOSED:
+            where = tl.arange(0, HEAD_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            tl.store(place + where, tl.trans(x))
+        else:
+            row = tl.arange(0, BLOCK)
+            if INTERLEAVED:
+                row = row // 64 * 64 + row % 16 // 2 * 8 + row % 64 // 16 * 2 + row % 2
+            tl.store(place + row[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :], x)
