@@ -230,6 +230,8 @@ def main() -> None:
     started = time.monotonic()
     pair = {"sender": arguments.sender, "receiver": arguments.receiver}
     if not arguments.plan.exists():
+        if arguments.calibration is None:
+            parser.error(f"{arguments.plan} does not exist; name --calibration texts to make it from")
         sample = {"first_layer": 3, "max_tokens": 1024, "row_fraction": 0.25}
         calibrate(CalibrationConfig(**pair, texts=arguments.calibration, out=arguments.plan, **sample))
     plan = load_plan(arguments.plan)
