@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels-nvidia-h200.json"
+FP8 = ROOT / "benchmarks" / "results" / "fp8-quality.json"
 Case = dict[str, Any]
 
 # name, how to find it, the aim as a ratio to full attention (Qwen3-8B heads, 32k tokens, density 0.1)
@@ -113,6 +114,18 @@ def flex(report: dict[str, Any]) -> str:
     return table(["context", "density", "FlexAttention, ms", "guide, ms", "times slower"], rows)
 
 
+def fp8_quality(report: dict[str, Any]) -> str:
+    """What rounding operands to e4m3 does to the receiver's next-token distribution; mean and deviation."""
+    rows = []
+    for name, found in report["blocks"]["64"]["variants"].items():
+        cells = []
+        for metric, digits in (("prefix_kl", 4), ("suffix_kl", 5), ("density", 3), ("kept_differ", 3)):
+            value = found.get(metric)
+            cells.append("" if value is None else f"{value['mean']:.{digits}f} ± {value['sd']:.{digits}f}")
+        rows.append([name, *cells])
+    return table(["", "prefix KL, nats", "suffix KL, nats", "density", "kept blocks that differ"], rows)
+
+
 def tables() -> dict[str, str]:
     """By the name of their place in the documentation."""
     report = json.loads(KERNELS.read_text())
@@ -123,6 +136,7 @@ def tables() -> dict[str, str]:
         "kernels qwen3-8b": ratios(report, "qwen3-8b"),
         "kernels qwen3-1.7b": ratios(report, "qwen3-1.7b"),
         "kernels ministral-3b": ratios(report, "ministral-3b"),
+        "fp8 quality": fp8_quality(json.loads(FP8.read_text())),
     }
 
 

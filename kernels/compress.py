@@ -7,9 +7,10 @@ Nothing is needed from the sender's own attention. A program takes 128 rows of o
 stacked, so that keys are read once for all of them, and walks the block columns once. It notes each row's log-sum-exp
 of each block in a scratch of its own (L2-resident: rows x columns of one program, not of the prompt), keeps the row's
 total online, and turns the notes into masses at the end. e4m3 queries and keys (`key_dtype`) double the rate and halve
-the bytes: masses differ by 5e-4 (relative, norm) from exact ones.
+the bytes. Selections from such masses are as good as from exact ones (`docs/performance.md`), but the rows'
+log-sum-exps are off by up to 0.1: where tiles will be stored, measure with exact keys.
 
-Measuring every row is what quality wants (design, section 2); `row_stride` s measures rows s - 1, 2s - 1, ... only.
+`row_stride` s measures rows s - 1, 2s - 1, ... only: cheaper, and a worse guide the larger s is.
 """
 
 from dataclasses import dataclass
@@ -101,7 +102,8 @@ def block_masses(
     query: bf16 or fp16 [N, Hq, head_dim], as in `guide.guide_attention`. kv: K of tokens [0, row_end) of each request
     (V is not read). mass: float32 [mass rows, Hq, C], C >= the block columns reached; its rows are the block rows of
     the segments, in order. Divide by the number of measured rows for a mean. row_lse: float32 [Hq, N], log2 of the sum
-    of exp(score); rows that are not measured stay as they are. key_dtype: float8_e4m3fn, or None for the cache's own.
+    of exp(score); rows that are not measured stay as they are. key_dtype: float8_e4m3fn, or None for the cache's own,
+    which tiles need.
 
     Raises ValueError for wrong shapes, dtypes or strides.
     """

@@ -35,9 +35,10 @@ def store_tiles(
 ) -> None:
     """Write the tiles of every kept block.
 
-    query, kv, scale, row_lse: as in `compress.block_masses`, every row measured. arena: u8 [bytes]. offsets: i64
-    [W, Hq], multiples of 64: where in the arena the tiles of a line and head begin, one behind the other in the order
-    of `index`; negative: none are wanted. The caller has room for all of them (an extent that it reserved).
+    query, kv, scale, row_lse: as in `compress.block_masses`, every row measured, with exact keys (`key_dtype=None`):
+    probabilities are off by as much as their row's log-sum-exp is. arena: u8 [bytes]. offsets: i64 [W, Hq], multiples
+    of 64: where in the arena the tiles of a line and head begin, one behind the other in the order of `index`;
+    negative: none are wanted. The caller has room for all of them (an extent that it reserved).
 
     Raises ValueError for wrong shapes or dtypes, or a segment that starts or ends inside a block.
     """
