@@ -30,7 +30,7 @@ import torch
 from mapflow.calibration.attention import AttentionCall, ObservedModel
 from mapflow.calibration.calibrate import calibrate
 from mapflow.calibration.config import CalibrationConfig
-from mapflow.calibration.evaluate import _static_plan as static_plan
+from mapflow.calibration.evaluate import static_plan
 from mapflow.calibration.models import load_model, read_facts
 from mapflow.calibration.quality import compare
 from mapflow.calibration.reuse import LayerRecord, Recorder, ReuseAttention

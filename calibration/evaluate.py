@@ -174,12 +174,12 @@ def _judge_document(
     for plan in plans:
         reused = judge(plan)
         oracle = judge(plan, oracle=True) if any(layer.mode is Mode.GUIDE for layer in plan.layers) else None
-        static = judge(_static_plan(plan, num_rows // block, reused.density))
+        static = judge(static_plan(plan, num_rows // block, reused.density))
         results.append((reused, oracle, static))
     return results
 
 
-def _static_plan(plan: Plan, num_blocks: int, density: float) -> Plan:
+def static_plan(plan: Plan, num_blocks: int, density: float) -> Plan:
     """The plan with a static mask in each reusing layer: the smallest window of at least the given density."""
     local = 1
     while local < num_blocks and _static_density(num_blocks, local) < density:
