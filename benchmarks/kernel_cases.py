@@ -1,4 +1,4 @@
-"""What `kernels.py` measures: shapes, synthetic maps, the calls of each kernel and of what they are compared with.
+"""What `kernels.py` measures: synthetic maps, and the calls of each kernel with the least work of each.
 
 A synthetic map keeps the first block column, the diagonal, its neighbour, and random others until each row has its
 share. Real maps cluster; random ones are the harder case for caches, and for all-heads translation the hardest.
@@ -6,170 +6,23 @@ share. Real maps cluster; random ones are the harder case for caches, and for al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from kernel_inputs import BF16, BLOCK, E4M3, HEAD_DIM, Baselines, Call, Shape, Work, describe, keep_blocks, ordered
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows, ChunkSpan
-from mapflow.kernels.compress import MassTasks, block_masses
+from mapflow.kernels.compress import block_masses
 from mapflow.kernels.guide import guide_attention
 from mapflow.kernels.map_table import MapTable
-from mapflow.kernels.paged import PagedKV
-from mapflow.kernels.row_segment import RowSegment
+from mapflow.kernels.mass_tasks import MassTasks
 from mapflow.kernels.select import select_blocks
 from mapflow.kernels.tiles import store_tiles
 from mapflow.kernels.translate import translate_attention
 from mapflow.kernels.translate_dense import translate_all_heads
 
-MODELS: dict[str, dict[str, int]] = {
-    "qwen3-8b": {"q_heads": 32, "kv_heads": 8, "sender_heads": 32},
-    "qwen3-1.7b": {"q_heads": 16, "kv_heads": 8, "sender_heads": 32},
-    "ministral-3b": {"q_heads": 32, "kv_heads": 8, "sender_heads": 32},
-}
-BLOCK, HEAD_DIM, PAGE = 128, 128, 16
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-Call = Callable[[], object]
-Case = tuple[dict[str, Any], Call, "Work"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """Median, 20th and 80th percentile."""
-
-    ms: float
-    low_ms: float
-    high_ms: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a call has to do at least."""
-
-    flops: float
-    num_bytes: float
-    unit: str = "bf16"  # of the matrix products
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One prompt of one model: tensors on the GPU, made when asked for."""
-
-    context: int
-    q_heads: int
-    kv_heads: int
-    sender_heads: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Along one side of the map."""
-        return self.context // BLOCK
-
-    @property
-    def causal_blocks(self) -> int:
-        """Of one head."""
-        return self.num_blocks * (self.num_blocks + 1) // 2
-
-    @property
-    def attention_flops(self) -> float:
-        """Two products of causal attention."""
-        return 2.0 * self.context**2 * HEAD_DIM * self.q_heads
-
-    @property
-    def kv_bytes(self) -> int:
-        """K, or V, of the whole prompt."""
-        return self.context * self.kv_heads * HEAD_DIM * 2
-
-
-class Baselines:
-    """Inputs of a shape, and full attention over them by others."""
-
-    def __init__(self, shape: Shape, timed: Callable[[Call], Measured], missing: dict[str, str]) -> None:
-        self.shape, self._timed, self._missing = shape, timed, missing
-        length, kv_heads = shape.context, shape.kv_heads
-        generator = torch.Generator("cuda").manual_seed(length)
-
-        def normal(*size: int) -> torch.Tensor:
-            return torch.randn(*size, device="cuda", dtype=BF16, generator=generator)
-
-        self.query = normal(length, shape.q_heads, HEAD_DIM)
-        self.key, self.value = normal(length, kv_heads, HEAD_DIM), normal(length, kv_heads, HEAD_DIM)
-        self.out = torch.empty_like(self.query)
-        pages = length // PAGE
-        table = torch.randperm(pages, device="cuda", generator=generator)
-        cache = torch.empty(pages, kv_heads, PAGE, 2 * HEAD_DIM, device="cuda", dtype=BF16)
-        joined = torch.cat([self.key, self.value], -1).view(pages, PAGE, kv_heads, 2 * HEAD_DIM)
-        cache[table] = joined.transpose(1, 2)
-        self.kv = PagedKV(key_cache=cache[..., :HEAD_DIM], value_cache=cache[..., HEAD_DIM:])
-        self.segment = RowSegment(row_begin=0, row_end=length, out_begin=0, block_table=table.int())
-
-    def full_attention(self) -> dict[str, Measured]:
-        """cuDNN, and FlashAttention 3 as vLLM ships it."""
-        query, key, value = (x.transpose(0, 1)[None] for x in (self.query, self.key, self.value))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            found = {
-                "cudnn": self._timed(
-                    lambda: scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-                )
-            }
-        try:
-            from vllm.vllm_flash_attn import flash_attn_varlen_func
-        except ImportError as error:
-            self._missing["flash_attention_3"] = str(error)
-            return found
-        length = self.shape.context
-        ends = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        options = {"max_seqlen_q": length, "max_seqlen_k": length, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
-        found["flash_attention_3"] = self._timed(
-            lambda: flash_attn_varlen_func(self.query, self.key, self.value, causal=True, fa_version=3, **options)
-        )
-        return found
-
-    def flex_attention(self, density: float) -> tuple[dict[str, Any], Measured] | None:
-        """FlexAttention inside the same blocks as `guide`."""
-        from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-        mask = keep_blocks(self.shape.q_heads, self.shape.num_blocks, density, seed=1)
-        diagonal = torch.eye(self.shape.num_blocks, dtype=torch.bool, device="cuda").expand_as(mask)
-        partial, whole = (_ordered(one[None]) for one in (diagonal, mask & ~diagonal))
-        try:
-            blocks = BlockMask.from_kv_blocks(
-                *partial,
-                *whole,
-                BLOCK_SIZE=BLOCK,
-                mask_mod=lambda b, h, q, k: q >= k,
-                seq_lengths=(self.shape.context, self.shape.context),
-            )
-            query, key, value = (x.transpose(0, 1)[None].contiguous() for x in (self.query, self.key, self.value))
-            compiled = torch.compile(flex_attention, dynamic=False)
-            measured = self._timed(lambda: compiled(query, key, value, block_mask=blocks, enable_gqa=True))
-        except Exception as error:  # a compiler of another version: the table goes on without it
-            self._missing["flex_attention"] = f"{type(error).__name__}: {str(error)[:200]}"
-            return None
-        return _describe("flex_attention", "bf16", density), measured
-
-
-def keep_blocks(heads: int, num_blocks: int, density: float, seed: int) -> torch.Tensor:
-    """bool [heads, num_blocks, num_blocks], `density` of the causal blocks of each row, at least the diagonal."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    order = torch.rand(heads, num_blocks, num_blocks, device="cuda", generator=generator)
-    place = torch.arange(num_blocks, device="cuda")
-    order[:, :, 0] = 2.0
-    order[:, place[1:], place[:-1]] = 3.0
-    order[:, place, place] = 4.0
-    causal = place[None, :] <= place[:, None]
-    order.masked_fill_(~causal, -1.0)
-    wanted = (density * (place + 1)).round().clamp(min=1)
-    rank = order.argsort(-1, descending=True).argsort(-1)
-    return (rank < wanted[None, :, None]) & causal
-
-
-def _ordered(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and columns (kept ones first) of a mask, i32."""
-    return mask.sum(-1).int(), mask.int().sort(dim=-1, descending=True, stable=True).indices.int()
+Case = tuple[dict[str, Any], Call, Work]
 
 
 class Synthetic:
@@ -222,15 +75,11 @@ class Synthetic:
 
     def index(self) -> BlockIndex:
         """The kept blocks as the tile kernel takes them, for the first `q_heads` sender heads."""
-        counts, columns = _ordered(self.kept[: self.shape.q_heads])
+        counts, columns = ordered(self.kept[: self.shape.q_heads])
         order = self.rows.lines[:, 1].long()
         return BlockIndex(
             columns=columns.transpose(0, 1)[order].contiguous(), counts=counts.transpose(0, 1)[order].contiguous()
         )
-
-
-def _describe(kernel: str, dtype: str, density: float, *, k: int = 0, sender_heads: int = 0) -> dict[str, Any]:
-    return {"kernel": kernel, "density": density, "sender_heads": sender_heads, "k": k, "dtype": dtype}
 
 
 def _put(arena: torch.Tensor, at: int, values: torch.Tensor) -> None:
@@ -248,7 +97,7 @@ def kernel_cases(shape: Shape, density: float, inputs: Baselines) -> Iterator[Ca
     rows_bytes = shape.context * shape.q_heads * HEAD_DIM * 2
 
     def described(kernel: str, dtype: str, *, k: int = 0, sender_heads: int = 0) -> dict[str, Any]:
-        return _describe(kernel, dtype, round(real, 4), k=k, sender_heads=sender_heads)
+        return describe(kernel, dtype, round(real, 4), k=k, sender_heads=sender_heads)
 
     guide_work = Work(flops=2 * kept * tile_flops, num_bytes=2 * rows_bytes + 2 * shape.kv_bytes)
     masses_only = made.maps(None)
@@ -318,7 +167,7 @@ def _full_density(shape: Shape, inputs: Baselines) -> Case:
         guide_attention(inputs.query, inputs.kv, rows, index, scale=HEAD_DIM**-0.5, out=inputs.out)
 
     num_bytes = 4.0 * shape.context * shape.q_heads * HEAD_DIM + 2 * shape.kv_bytes
-    case = _describe("guide", "bf16", 1.0, sender_heads=shape.sender_heads)
+    case = describe("guide", "bf16", 1.0, sender_heads=shape.sender_heads)
     return case, guide, Work(flops=shape.attention_flops, num_bytes=num_bytes)
 
 
@@ -348,7 +197,7 @@ def _masses(shape: Shape, inputs: Baselines) -> Iterator[Case]:
                 num_bytes=shape.kv_bytes + 2.0 * shape.context * shape.q_heads * HEAD_DIM / stride,
                 unit=unit,
             )
-            yield _describe(f"masses_stride_{stride}", unit, 1.0), masses, work
+            yield describe(f"masses_stride_{stride}", unit, 1.0), masses, work
 
 
 def _tiles(made: Synthetic, density: float) -> Iterator[Case]:
@@ -381,5 +230,5 @@ def _tiles(made: Synthetic, density: float) -> Iterator[Case]:
             flops=num_tiles * 2.0 * BLOCK**2 * HEAD_DIM,
             num_bytes=num_tiles * item + 2.0 * shape.context * shape.q_heads * HEAD_DIM + shape.kv_bytes,
         )
-        yield _describe("tiles", label, round(density, 4)), tiles, work
+        yield describe("tiles", label, round(density, 4)), tiles, work
         del arena

@@ -25,7 +25,8 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from kernel_cases import MODELS, Baselines, Measured, Shape, kernel_cases, shape_cases
+from kernel_cases import kernel_cases, shape_cases
+from kernel_inputs import MODELS, Baselines, Measured, Shape
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -17,7 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from kernel_cases import HEAD_DIM, MODELS, Baselines, Shape, kernel_cases, shape_cases
+from kernel_cases import kernel_cases, shape_cases
+from kernel_inputs import HEAD_DIM, MODELS, Baselines, Shape
 
 from kernels import time_call
 from mapflow.kernels import guide, tiles

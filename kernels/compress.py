@@ -13,78 +13,21 @@ log-sum-exps are off by up to 0.1: where tiles will be stored, measure with exac
 `row_stride` s measures rows s - 1, 2s - 1, ... only: cheaper, and a worse guide the larger s is.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.guide import LOG2_E, check_kernel_arguments
 from mapflow.kernels.hopper import num_multiprocessors
+from mapflow.kernels.mass_tasks import STACKED_ROWS, MassTasks
 from mapflow.kernels.pack import E4M3_MAX, SMALLEST, pack, pack_e4m3
 from mapflow.kernels.paged import PagedKV
-from mapflow.kernels.schedule import Schedules
-from mapflow.kernels.tensor_check import check_int, check_tensor
+from mapflow.kernels.tensor_check import check_tensor
 from mapflow.kernels.tuning import launch_config
 
-_STACKED = 128  # rows of a task, all heads of a group together
 _COLUMNS_AT_ONCE = 32  # block columns of the notes that are turned into masses at a time
 _PROGRAMS_PER_PROCESSOR = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MassTasks:
-    """What the programs of a step do, built once a step: `STACKED // group` sampled rows of one prompt each.
-
-    Sampled row j of a prompt is its token row j * row_stride + row_stride - 1.
-
-    Attributes:
-        table: i32 [T, 8] on the device, longest first: first sampled row, mass row of its block row, row_begin,
-            row_end, shift, token_base, 0, 0; the last four as in `BlockRows`.
-        measured: i32 [mass rows] on the host, rows that one call measures in each block row.
-        schedules: of these tasks.
-    """
-
-    rows: BlockRows
-    row_stride: int
-    group: int
-    table: torch.Tensor
-    measured: torch.Tensor
-    schedules: Schedules
-
-    @classmethod
-    def build(cls, rows: BlockRows, *, group: int, row_stride: int = 1) -> "MassTasks":
-        """For `group` query heads a KV head. Raises ValueError unless `row_stride` divides the block."""
-        check_int("group", group, minimum=1, maximum=_STACKED)
-        if row_stride < 1 or rows.block % row_stride:
-            raise ValueError(f"row_stride: expected a divisor of block {rows.block}, got {row_stride}")
-        num_rows = _STACKED // triton.next_power_of_2(group)
-        span = num_rows * row_stride
-        tasks: list[list[int]] = []
-        measured: list[int] = []
-        token_base = 0
-        for segment in rows.segments:
-            block_rows = segment.block_rows(rows.block)
-            shift = segment.out_begin - segment.row_begin
-            for task in range(block_rows.start * rows.block // span, -(-segment.row_end // span)):
-                mass_row = len(measured) + task * span // rows.block - block_rows.start
-                place = [task * num_rows, mass_row, segment.row_begin, segment.row_end, shift, token_base, 0, 0]
-                tasks.append(place)
-            for block_row in block_rows:
-                begin, end = segment.rows_within(block_row, rows.block)
-                measured.append(end // row_stride - begin // row_stride)
-            token_base += -(-segment.row_end // rows.block) * rows.block
-        tasks.sort(key=lambda task: -task[0])
-        return cls(
-            rows=rows,
-            row_stride=row_stride,
-            group=group,
-            table=torch.tensor(tasks, dtype=torch.int32).view(-1, 8).to(rows.device, non_blocking=True),
-            measured=torch.tensor(measured, dtype=torch.int32),
-            schedules=Schedules([task[0] * row_stride // rows.block + 1 for task in tasks], rows.device),
-        )
 
 
 def block_masses(
@@ -130,8 +73,8 @@ def block_masses(
     num_laps, num_programs = schedule.shape
     padded_group = triton.next_power_of_2(group)
     # a task may look past the last block row, as far as it reaches itself
-    num_columns = rows.num_columns + _STACKED // padded_group * tasks.row_stride // rows.block
-    notes = torch.empty(num_programs, num_columns, _STACKED, dtype=torch.float32, device=kv.device)
+    num_columns = rows.num_columns + STACKED_ROWS // padded_group * tasks.row_stride // rows.block
+    notes = torch.empty(num_programs, num_columns, STACKED_ROWS, dtype=torch.float32, device=kv.device)
     config = launch_config("masses", rows.block, head_dim, kv.device)
     _masses_kernel[(num_programs,)](
         query,
@@ -154,7 +97,7 @@ def block_masses(
         row_lse.stride(0),
         GROUP=group,
         PADDED_GROUP=padded_group,
-        STACKED=_STACKED,
+        STACKED=STACKED_ROWS,
         ROW_STRIDE=tasks.row_stride,
         BLOCK=rows.block,
         HEAD_DIM=head_dim,

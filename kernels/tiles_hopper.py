@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
-from mapflow.kernels.hopper import async_load, barrier, fetch, item, num_multiprocessors, ring
+from mapflow.kernels.hopper import async_load, barrier, fetch, item, num_multiprocessors, ring, tile_bits
 from mapflow.kernels.pack import Packed
 from mapflow.kernels.tuning import launch_config
 
@@ -114,30 +114,7 @@ def _store(place, scores, past, lse, qk_scale, in_tile, is_diagonal, STORED: gl.
     dealt = gl.minimum(gl.convert_layout(dealt, STORED, assert_trivial=True), 1.0)
     if is_diagonal:
         dealt = gl.where(past, dealt, 0.0)
-    stored = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 low, high, odd;
-        cvt.rn.f16x2.f32 low, $2, $1;
-        cvt.rn.f16x2.f32 high, $4, $3;
-        shr.b32 odd, low, 7;
-        and.b32 odd, odd, 0x00010001;
-        add.u32 low, low, odd;
-        add.u32 low, low, 0x003f003f;
-        shr.b32 low, low, 7;
-        shr.b32 odd, high, 7;
-        and.b32 odd, odd, 0x00010001;
-        add.u32 high, high, odd;
-        add.u32 high, high, 0x003f003f;
-        shr.b32 high, high, 7;
-        prmt.b32 $0, low, high, 0x6420;
-        }""",
-        "=r,f,f,f,f",
-        [dealt],
-        dtype=gl.uint8,
-        is_pure=True,
-        pack=4,
-    )
-    gl.store(place + in_tile, stored)
+    gl.store(place + in_tile, tile_bits(dealt))
 
 
 @gluon.jit

@@ -11,9 +11,10 @@ import torch
 
 from mapflow.kernels.attention_map import AttentionMap, TileSet
 from mapflow.kernels.block_rows import BlockRows
-from mapflow.kernels.compress import MassTasks, block_masses
+from mapflow.kernels.compress import block_masses
 from mapflow.kernels.guide import guide_attention
 from mapflow.kernels.map_table import MapTable
+from mapflow.kernels.mass_tasks import MassTasks
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.row_segment import RowSegment
 from mapflow.kernels.select import select_blocks, select_by_mass, select_static

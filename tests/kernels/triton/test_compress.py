@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mapflow.kernels.compress import MassTasks, block_masses
+from mapflow.kernels.compress import block_masses
 from mapflow.kernels.compress_reference import compress_rows
+from mapflow.kernels.mass_tasks import MassTasks
 from mapflow.kernels.row_segment import RowSegment
 from mapflow.kernels.select import select_by_mass
 from mapflow.kernels.tiles import store_tiles

@@ -8,8 +8,9 @@ import pytest
 import torch
 import triton
 
-from mapflow.kernels.compress import MassTasks, block_masses
+from mapflow.kernels.compress import block_masses
 from mapflow.kernels.guide import guide_attention
+from mapflow.kernels.mass_tasks import MassTasks
 from mapflow.kernels.select import select_by_mass, select_static
 from mapflow.kernels.warm_up import Warmer
 
