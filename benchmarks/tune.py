@@ -21,7 +21,7 @@ from kernel_cases import kernel_cases, shape_cases
 from kernel_inputs import HEAD_DIM, MODELS, Baselines, Shape
 
 from kernels import time_call
-from mapflow.kernels import guide, tiles
+from mapflow.kernels import guide
 from mapflow.kernels.hopper import is_hopper
 from mapflow.kernels.tuning import override
 
@@ -85,7 +85,7 @@ def main() -> None:
             if (options := best(kernel, call)) is not None:
                 found[kernel] = {f"block128-dim{HEAD_DIM}": options}
             if plain:
-                guide.is_hopper = tiles.is_hopper
+                guide.is_hopper = is_hopper
     print(json.dumps(found, indent=2))
 
 

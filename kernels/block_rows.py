@@ -154,11 +154,6 @@ class BlockIndex:
         shape = self.columns.shape[:2]
         check_tensor("counts", self.counts, shape=shape, dtypes=(torch.int32,), device=self.columns.device)
 
-    @property
-    def num_heads(self) -> int:
-        """Heads that have a list of their own."""
-        return self.columns.shape[1]
-
     def check_fits(self, rows: BlockRows, num_heads: int) -> None:
         """Raise ValueError unless the index was made for these rows and heads."""
         wanted = (rows.num_lines, num_heads, rows.num_columns)

@@ -17,10 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
-from mapflow.kernels.hopper import async_load, barrier, fetch, item, num_multiprocessors, ring
+from mapflow.kernels.hopper import (
+    async_load,
+    barrier,
+    fetch,
+    item,
+    num_multiprocessors,
+    packed_tiles,
+    query_tiles,
+    ring,
+)
 from mapflow.kernels.pack import Packed
 
 _STAGES = 2  # blocks of K and of V in shared memory
@@ -38,16 +46,14 @@ def guide_hopper(
     group: int,
 ) -> None:
     """As `guide.guide_attention`, arguments checked there; blocks of 128."""
-    num_rows, num_heads, head_dim = query.shape
-    layout = gl.NVMMASharedLayout(128, 16)
-    flat = query.as_strided((num_rows, num_heads * head_dim), (query.stride(0), 1))
+    num_heads, head_dim = query.shape[1:]
     schedule = rows.schedules.table(
         copies=num_heads // group, group=group, num_programs=num_multiprocessors(query.device)
     )
     guide_hopper_kernel[(schedule.shape[1],)](
-        TensorDescriptor.from_tensor(flat, [64, head_dim], layout),
-        TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [128, head_dim], layout),
-        TensorDescriptor.from_tensor(values.data.view(-1, head_dim), [128, head_dim], layout),
+        query_tiles(query),
+        packed_tiles(keys),
+        packed_tiles(values),
         out,
         schedule,
         rows.lines,

@@ -9,6 +9,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mapflow.kernels.pack import Packed
 
 # names before and since Triton 3.7
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -25,6 +28,19 @@ def is_hopper(device: torch.device) -> bool:
 def num_multiprocessors(device: torch.device) -> int:
     """Of a GPU; 1 elsewhere."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1
+
+
+def query_tiles(query: torch.Tensor) -> TensorDescriptor:
+    """Of queries [N, num_heads, head_dim]: 64 rows of a head at [row, head * head_dim]."""
+    num_rows, num_heads, head_dim = query.shape
+    flat = query.as_strided((num_rows, num_heads * head_dim), (query.stride(0), 1))
+    return TensorDescriptor.from_tensor(flat, [64, head_dim], gl.NVMMASharedLayout(128, 16))
+
+
+def packed_tiles(packed: Packed) -> TensorDescriptor:
+    """Of packed keys or values: 128 tokens at [head * tokens + token, 0]."""
+    head_dim = packed.data.shape[2]
+    return TensorDescriptor.from_tensor(packed.data.view(-1, head_dim), [128, head_dim], gl.NVMMASharedLayout(128, 16))
 
 
 @gluon.jit

@@ -11,11 +11,11 @@ import torch
 
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import blob_num_bytes, write_blob
-from mapflow.kernels.blob_layout import HEAD_ENTRY, HEADER_BYTES, TILE_ITEM_BYTES, Header, HeadLayout
+from mapflow.kernels.blob_layout import HEAD_ENTRY, HEADER_BYTES, TILES_NONE, Header, HeadLayout
 from mapflow.kernels.block_rows import BlockRows, ChunkSpan, check_kernel_block
 from mapflow.kernels.mask import check_consecutive
 from mapflow.kernels.tensor_check import check_tensor
-from mapflow.kernels.tile_codec import TILE_DTYPES
+from mapflow.kernels.tile_codec import TILE_DTYPES, TILE_SCALE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -80,6 +80,11 @@ class MapTable:
         )
 
     @property
+    def tile_scale(self) -> float:
+        """What a stored value is of its probability."""
+        return TILE_SCALE if self.tile_dtype == torch.float8_e4m3fn else 1.0
+
+    @property
     def num_heads(self) -> int:
         """Sender heads held (Hs)."""
         return self.sections.shape[1]
@@ -102,22 +107,16 @@ def _section_offsets(data: bytearray, start: int) -> list[list[int]]:
     offsets = []
     for head in range(header.num_heads):
         entry = start + header.head_table_offset + head * HEAD_ENTRY.size
-        at, num_bytes, _ = HEAD_ENTRY.unpack_from(data, entry)
-        section = HeadLayout(header, _num_tiles(header, num_bytes))
+        at, _, _ = HEAD_ENTRY.unpack_from(data, entry)
+        section = HeadLayout(header, _num_tiles(header, data, start + at))
         parts = (0, section.indptr_offset, section.indices_offset, section.tiles_offset)
         offsets.append([start + at + part for part in parts])
     return offsets
 
 
-def _num_tiles(header: Header, section_bytes: int) -> int:
-    """How many tiles a head's section of that size holds."""
-    item = TILE_ITEM_BYTES[header.tile_dtype] * header.block**2
-    if not item:
+def _num_tiles(header: Header, data: bytearray, section: int) -> int:
+    """How many tiles the head's section at `section` holds: the end of its indptr."""
+    if header.tile_dtype == TILES_NONE:
         return 0
-    empty = HeadLayout(header, 0).num_bytes
-    num_tiles = (
-        section_bytes - empty
-    ) // item  # the indices, 4 bytes a tile, may add up to one tile more than there is
-    while HeadLayout(header, num_tiles).num_bytes > section_bytes:
-        num_tiles -= 1
-    return num_tiles
+    end = section + HeadLayout(header, 0).indptr_offset + 4 * header.num_row_blocks
+    return int.from_bytes(data[end : end + 4], "little")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import triton
 
 from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.schedule import Schedules
@@ -37,7 +38,7 @@ class MassTasks:
         check_int("group", group, minimum=1, maximum=STACKED_ROWS)
         if row_stride < 1 or rows.block % row_stride:
             raise ValueError(f"row_stride: expected a divisor of block {rows.block}, got {row_stride}")
-        num_rows = STACKED_ROWS // (1 << (group - 1).bit_length())
+        num_rows = STACKED_ROWS // triton.next_power_of_2(group)
         span = num_rows * row_stride
         tasks: list[list[int]] = []
         measured: list[int] = []

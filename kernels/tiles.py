@@ -5,6 +5,8 @@ Block rows are whole here: which blocks a row keeps is known only once all of it
 blocks of 128 and e4m3 tiles, `tiles_hopper.py` does the same faster.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -56,8 +58,6 @@ def store_tiles(
     shape = (rows.num_lines, num_heads)
     check_tensor("offsets", offsets, shape=shape, dtypes=(torch.int64,), device=kv.device)
     e4m3 = tile_dtype == torch.float8_e4m3fn
-    log2_scale = 8.0 if e4m3 else 0.0
-    assert not e4m3 or 2.0**log2_scale == TILE_SCALE
     if e4m3 and rows.block == 128 and is_hopper(kv.device):
         keys = pack(kv.key_cache, rows, interleaved=True)
         tiles_hopper(query, keys, rows, index, row_lse, scale * LOG2_E, arena, offsets, group)
@@ -83,7 +83,7 @@ def store_tiles(
         BLOCK=rows.block,
         HEAD_DIM=head_dim,
         E4M3=e4m3,
-        LOG2_SCALE=log2_scale,
+        LOG2_SCALE=math.log2(TILE_SCALE) if e4m3 else 0.0,
         STAGES=config["num_stages"],
         **config,
     )

@@ -17,10 +17,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
-from mapflow.kernels.hopper import async_load, barrier, fetch, item, num_multiprocessors, ring, tile_bits
+from mapflow.kernels.hopper import (
+    async_load,
+    barrier,
+    fetch,
+    item,
+    num_multiprocessors,
+    packed_tiles,
+    query_tiles,
+    ring,
+    tile_bits,
+)
 from mapflow.kernels.pack import Packed
 from mapflow.kernels.tuning import launch_config
 
@@ -39,16 +48,14 @@ def tiles_hopper(
     group: int,
 ) -> None:
     """As `tiles.store_tiles`, arguments checked there; e4m3, blocks of 128, interleaved keys."""
-    num_rows, num_heads, head_dim = query.shape
+    num_heads, head_dim = query.shape[1:]
     config = launch_config("tiles_hopper", 128, head_dim, query.device)
-    layout = gl.NVMMASharedLayout(128, 16)
-    flat = query.as_strided((num_rows, num_heads * head_dim), (query.stride(0), 1))
     schedule = rows.schedules.table(
         copies=num_heads // group, group=group, num_programs=num_multiprocessors(query.device)
     )
     tiles_hopper_kernel[(schedule.shape[1],)](
-        TensorDescriptor.from_tensor(flat, [64, head_dim], layout),
-        TensorDescriptor.from_tensor(keys.data.view(-1, head_dim), [128, head_dim], layout),
+        query_tiles(query),
+        packed_tiles(keys),
         row_lse,
         arena,
         offsets,

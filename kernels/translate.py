@@ -20,7 +20,6 @@ from mapflow.kernels.map_table import MapTable
 from mapflow.kernels.pack import KERNEL_DTYPES, Packed, check_kernel_kv, pack, pack_e4m3
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tensor_check import check_group, check_tensor
-from mapflow.kernels.tile_codec import TILE_SCALE
 from mapflow.kernels.tuning import launch_config
 
 
@@ -50,7 +49,29 @@ def translate_attention(
     order = head_weight.abs().argsort(1)
     values = _pack_values(kv, rows, maps, value_dtype)
     config = launch_config(_variant("translate", values), rows.block, kv.head_dim, kv.device)
-    _launch_translate(values, rows, maps, head_index.gather(1, order), head_weight.gather(1, order), out, group, config)
+    _translate_kernel[(rows.num_lines * group, num_heads // group)](
+        maps.arena,
+        _value_tiles(values, rows.block),
+        values.scale,
+        out,
+        rows.lines,
+        maps.sections,
+        head_index.gather(1, order),
+        head_weight.gather(1, order),
+        maps.num_heads,
+        head_index.shape[1],
+        rows.num_packed_tokens,
+        out.stride(0),
+        out.stride(1),
+        GROUP=group,
+        BLOCK=rows.block,
+        HEAD_DIM=kv.head_dim,
+        TILE_E4M3=maps.tile_dtype == torch.float8_e4m3fn,
+        VALUE_E4M3=values.scale is not None,
+        SCALE=1.0 / maps.tile_scale,
+        STAGES=config["num_stages"],
+        **config,
+    )
 
 
 def _check(kv: PagedKV, rows: BlockRows, maps: MapTable, out: torch.Tensor) -> int:
@@ -83,41 +104,24 @@ def _variant(kernel: str, values: Packed) -> str:
     return f"{kernel}_e4m3" if values.scale is not None else kernel
 
 
-def _launch_translate(
-    values: Packed,
-    rows: BlockRows,
-    maps: MapTable,
-    head_index: torch.Tensor,
-    head_weight: torch.Tensor,
-    out: torch.Tensor,
-    group: int,
-    config: dict[str, int],
-) -> None:
-    num_heads, head_dim = out.shape[1:]
-    tile = [head_dim, rows.block] if values.scale is not None else [rows.block, head_dim]
-    _translate_kernel[(rows.num_lines * group, num_heads // group)](
-        maps.arena,
-        TensorDescriptor.from_tensor(values.data.view(-1, tile[1]), tile),
-        values.scale,
-        out,
-        rows.lines,
-        maps.sections,
-        head_index,
-        head_weight,
-        maps.num_heads,
-        head_index.shape[1],
-        rows.num_packed_tokens,
-        out.stride(0),
-        out.stride(1),
-        GROUP=group,
-        BLOCK=rows.block,
-        HEAD_DIM=head_dim,
-        TILE_E4M3=maps.tile_dtype == torch.float8_e4m3fn,
-        VALUE_E4M3=values.scale is not None,
-        SCALE=1.0 / TILE_SCALE if maps.tile_dtype == torch.float8_e4m3fn else 1.0,
-        STAGES=config["num_stages"],
-        **config,
-    )
+def _value_tiles(values: Packed, block: int) -> TensorDescriptor:
+    """For `_value_tile`: one block of one head at a time."""
+    last_two = values.data.shape[-2:]
+    shape = list(last_two) if values.scale is not None else [block, last_two[1]]
+    return TensorDescriptor.from_tensor(values.data.view(-1, shape[1]), shape)
+
+
+@triton.jit
+def _value_tile(
+    values, kv_head, token, num_packed_tokens, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, E4M3: tl.constexpr
+):
+    """[BLOCK, HEAD_DIM] values of a block."""
+    at = kv_head * num_packed_tokens + token
+    if E4M3:
+        tile = values.load([at // BLOCK * HEAD_DIM, 0]).T
+    else:
+        tile = values.load([at, 0])
+    return tile
 
 
 @triton.jit
@@ -158,10 +162,10 @@ def _translate_kernel(
 ):
     at_line, head = line_and_head(GROUP)
     line = lines + at_line * 8
-    token = tl.load(line + 1) * BLOCK + tl.arange(0, BLOCK)
-    mine = (token >= tl.load(line + 2)) & (token < tl.load(line + 3))
-    batch_row = (token + tl.load(line + 4)).to(tl.int64)[:, None]
-    kv_row = (head // GROUP) * num_packed_tokens + tl.load(line + 5)
+    row = tl.load(line + 1) * BLOCK + tl.arange(0, BLOCK)
+    mine = (row >= tl.load(line + 2)) & (row < tl.load(line + 3))
+    batch_row = (row + tl.load(line + 4)).to(tl.int64)[:, None]
+    token_base = tl.load(line + 5)
     own_row = tl.load(line + 7)
     side = tl.arange(0, BLOCK)
     in_tile = side[:, None] * BLOCK + side[None, :]
@@ -178,12 +182,9 @@ def _translate_kernel(
         for t in tl.range(first, end, num_stages=STAGES):
             place = tiles + tl.cast(t, tl.int64) * (BLOCK * BLOCK) + in_tile
             tile = tl.load(place, eviction_policy="evict_first")  # read once; the values are what L2 is for
-            at = kv_row + tl.load(columns + t) * BLOCK
-            if VALUE_E4M3:
-                acc = tl.dot(tile, values.load([at // BLOCK * HEAD_DIM, 0]).T, acc)
-            else:
-                v = values.load([at, 0])
-                acc = tl.dot(tile.to(v.dtype), v, acc)
+            token = token_base + tl.load(columns + t) * BLOCK
+            v = _value_tile(values, head // GROUP, token, num_packed_tokens, BLOCK, HEAD_DIM, VALUE_E4M3)
+            acc = tl.dot(tile.to(v.dtype), v, acc)
     if VALUE_E4M3:
         weight *= tl.load(value_scale + head // GROUP)
     lane = tl.arange(0, HEAD_DIM)[None, :]

@@ -13,15 +13,13 @@ block rows at a time.
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.map_table import MapTable
 from mapflow.kernels.pack import Packed
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tensor_check import check_tensor
-from mapflow.kernels.tile_codec import TILE_SCALE
-from mapflow.kernels.translate import _check, _pack_values, _tile_list, _variant
+from mapflow.kernels.translate import _check, _pack_values, _tile_list, _value_tile, _value_tiles, _variant
 from mapflow.kernels.tuning import launch_config
 
 _WORKSPACE_BYTES = 512 << 20
@@ -73,10 +71,9 @@ def _multiply(values: Packed, rows: BlockRows, maps: MapTable, products: torch.T
     num_kv_heads, head_dim = values.data.shape[0], products.shape[4]
     pair = 2 if num_kv_heads % 2 == 0 else 1
     config = launch_config(_variant("translate_pairs", values), rows.block, head_dim, products.device)
-    tile = [head_dim, rows.block] if values.scale is not None else [rows.block, head_dim]
     _multiply_kernel[(num_kv_heads // pair, maps.num_heads, rows.num_lines)](
         maps.arena,
-        TensorDescriptor.from_tensor(values.data.view(-1, tile[1]), tile),
+        _value_tiles(values, rows.block),
         values.scale,
         products,
         rows.lines,
@@ -90,7 +87,7 @@ def _multiply(values: Packed, rows: BlockRows, maps: MapTable, products: torch.T
         HEAD_DIM=head_dim,
         TILE_E4M3=maps.tile_dtype == torch.float8_e4m3fn,
         VALUE_E4M3=values.scale is not None,
-        SCALE=1.0 / TILE_SCALE if maps.tile_dtype == torch.float8_e4m3fn else 1.0,
+        SCALE=1.0 / maps.tile_scale,
         STAGES=config["num_stages"],
         **config,
     )
@@ -114,19 +111,6 @@ def _mix(products: torch.Tensor, rows: BlockRows, weights: torch.Tensor, out: to
         HEAD_DIM=products.shape[4],
         **config,
     )
-
-
-@triton.jit
-def _value_tile(
-    values, kv_head, token, num_packed_tokens, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, E4M3: tl.constexpr
-):
-    """[BLOCK, HEAD_DIM] values of a block."""
-    at = kv_head * num_packed_tokens + token
-    if E4M3:
-        tile = values.load([at // BLOCK * HEAD_DIM, 0]).T
-    else:
-        tile = values.load([at, 0])
-    return tile
 
 
 @triton.jit(do_not_specialize=["num_sender_heads", "num_packed_tokens"])
