@@ -6,6 +6,7 @@ Measures each kernel's candidates at 32k tokens, Qwen3-8B heads, density 0.1, an
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -32,7 +33,7 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     "masses": COMMON,
     "mix": [{"num_warps": warps, "num_stages": 2} for warps in (1, 2, 4, 8)],
     "tiles": COMMON,
-    "tiles_hopper": [{"stages": 3, "pairs": 1}, {"stages": 4, "pairs": 1}, {"stages": 4, "pairs": 2}],
+    "tiles_hopper": [{"stages": stages, "pairs": pairs} for pairs in (1, 2) for stages in (3, 4, 5)],
     "translate": COMMON,
     "translate_e4m3": COMMON,
     "translate_pairs_e4m3": COMMON,
@@ -66,7 +67,12 @@ def best(kernel: str, call: Callable[[], object]) -> dict[str, int] | None:
 
 
 def main() -> None:
-    """Measure all of them."""
+    """Measure those asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("kernels", nargs="*", help=f"all of them, or some of {', '.join(WANTED)}")
+    asked = parser.parse_args().kernels or list(WANTED)
+    if unknown := set(asked) - set(WANTED):
+        parser.error(f"no such kernel: {', '.join(sorted(unknown))}; there are {', '.join(WANTED)}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks/tune.py needs a CUDA GPU, and torch sees none")
     hopper = is_hopper(torch.device("cuda", torch.cuda.current_device()))
@@ -75,7 +81,7 @@ def main() -> None:
     cases = itertools.chain(shape_cases(inputs.shape, inputs), kernel_cases(inputs.shape, 0.1, inputs))
     for described, call, _ in cases:
         for kernel, wanted in WANTED.items():
-            if any(described[key] != value for key, value in wanted.items()):
+            if kernel not in asked or any(described[key] != value for key, value in wanted.items()):
                 continue
             if (kernel == "tiles_hopper" and not hopper) or (kernel == "guide" and described["density"] == 1.0):
                 continue

@@ -118,7 +118,7 @@ def _store(place, scores, past, lse, qk_scale, in_tile, is_diagonal, STORED: gl.
     """Scores to probabilities, e4m3, and memory."""
     p = gl.exp2(scores * qk_scale - lse[:, None])
     dealt = gl.reshape(gl.permute(gl.reshape(p, [64, 2, 8, 4, 2]), [0, 1, 3, 2, 4]), [64, 128])
-    dealt = gl.minimum(gl.convert_layout(dealt, STORED, assert_trivial=True), 1.0)
+    dealt = gl.convert_layout(dealt, STORED, assert_trivial=True)
     if is_diagonal:
         dealt = gl.where(past, dealt, 0.0)
     gl.store(place + in_tile, tile_bits(dealt))
