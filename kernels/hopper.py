@@ -56,14 +56,18 @@ def item(schedule, lap, num_lines, num_heads, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers in shared memory, each of which so many arrivals turn into its next phase."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), count=arrivals)
+    return made
+
+
+@gluon.jit
 def ring(STAGES: gl.constexpr, readers: gl.constexpr):
     """Barriers of a ring of buffers: `ready` once filled, `free` once all readers are done."""
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=readers)
-    return ready, free
+    return barriers(STAGES, 1), barriers(STAGES, readers)
 
 
 @gluon.jit
@@ -77,8 +81,7 @@ def fetch(descriptor, row, column, smem, ready, free, turn, NUM_BYTES: gl.conste
 
 @gluon.jit
 def tile_bits(p):
-    """Probabilities (f32, at least 0; more than 1 counts as 1) as the bits of e4m3 of 256 p: those of their fp16 without
-    the last 7, rounded.
+    """Probabilities (f32, at least 0, cut at 1) as the bits of e4m3 of 256 p: those of their fp16 without the last 7.
 
     Four neighbours of a thread at a time, on the integer units; to nearest, ties up. Doubling moves the 8 bits that are
     kept into the upper byte of each half, in the same addition that rounds.

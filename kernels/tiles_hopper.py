@@ -1,5 +1,6 @@
 """The tile kernel for Hopper, in Gluon: a producer warp, and one or two pairs of consumer
-warpgroups of 64 rows each, as in `guide_hopper.py`. Two pairs take turns: one multiplies while the other stores.
+warpgroups of 64 rows each, as in `guide_hopper.py`. Two pairs take turns: one multiplies while the other stores, and a
+pair starts its product only when the other's is on its way; else both would multiply together and then store together.
 
 Two things make it fast. A thread of the tensor cores' result layout holds columns 8j + 2q and 8j + 2q + 1 of a row
 (q = its place among 4 threads, j < 16); with the block's tokens dealt out accordingly (`pack(interleaved=True)`), those
@@ -22,6 +23,7 @@ from mapflow.kernels.block_rows import BlockIndex, BlockRows
 from mapflow.kernels.hopper import (
     async_load,
     barrier,
+    barriers,
     fetch,
     item,
     num_multiprocessors,
@@ -83,7 +85,7 @@ def tiles_hopper(
 def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
     queries, keys = descriptors
     q_smem, k_smem = smem
-    q_ready, q_free, k_ready, k_free = rings
+    q_ready, q_free, k_ready, k_free, started_by = rings
     schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     turn = 0
     tile = 0
@@ -137,7 +139,7 @@ def _consume(
     """Rows [64 * WHICH, 64 * WHICH + 64) of the tiles of this pair of warpgroups, every PAIRS-th."""
     arena, row_lse, smem, rings, work, qk_scale, stride_lse = of_tiles
     q_smem, k_smem = smem
-    q_ready, q_free, k_ready, k_free = rings
+    q_ready, q_free, k_ready, k_free, started_by = rings
     schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     STORED: gl.constexpr = gl.DistributedLinearLayout(
@@ -170,7 +172,11 @@ def _consume(
             for i in range((tile + PAIR) % PAIRS, count, PAIRS):
                 stage = (tile + i) % STAGES
                 mbarrier.wait(k_ready.index(stage), (tile + i) // STAGES & 1)
+                if PAIRS == 2:  # the pairs have tiles by turns, so this is for the tile before this one
+                    mbarrier.wait(started_by.index(1 - PAIR), ((tile + i) // 2 & 1) ^ (1 - PAIR))
                 started = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                if PAIRS == 2:
+                    mbarrier.arrive(started_by.index(PAIR))
                 scores = warpgroup_mma_wait(0, deps=[started])
                 mbarrier.arrive(k_free.index(stage))
                 # the diagonal block is the last
@@ -228,10 +234,11 @@ def tiles_hopper_kernel(
     k_smem = gl.allocate_shared_memory(keys.dtype, [STAGES, 128, HEAD_DIM], keys.layout)
     q_ready, q_free = ring(2, 2 * PAIRS)
     k_ready, k_free = ring(STAGES, 2)
+    started_by = barriers(PAIRS, 2)
     fence_async_shared()
     barrier()
     smem = (q_smem, k_smem)
-    rings = (q_ready, q_free, k_ready, k_free)
+    rings = (q_ready, q_free, k_ready, k_free, started_by)
     work = (schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
     of_tiles = (arena, row_lse, smem, rings, work, qk_scale, stride_lse)
     if PAIRS == 2:
