@@ -56,18 +56,14 @@ def item(schedule, lap, num_lines, num_heads, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def barriers(NUMBER: gl.constexpr, arrivals: gl.constexpr):
-    """Barriers in shared memory, each of which so many arrivals turn into its next phase."""
-    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(made.index(i), count=arrivals)
-    return made
-
-
-@gluon.jit
 def ring(STAGES: gl.constexpr, readers: gl.constexpr):
     """Barriers of a ring of buffers: `ready` once filled, `free` once all readers are done."""
-    return barriers(STAGES, 1), barriers(STAGES, readers)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=readers)
+    return ready, free
 
 
 @gluon.jit

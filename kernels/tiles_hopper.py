@@ -1,12 +1,14 @@
 """The tile kernel for Hopper, in Gluon: a producer warp, and one or two pairs of consumer
-warpgroups of 64 rows each, as in `guide_hopper.py`. Two pairs take turns: one multiplies while the other stores, and a
-pair starts its product only when the other's is on its way; else both would multiply together and then store together.
+warpgroups of 64 rows each, as in `guide_hopper.py`. Two pairs take turns: one multiplies while the other stores.
 
 Two things make it fast. A thread of the tensor cores' result layout holds columns 8j + 2q and 8j + 2q + 1 of a row
 (q = its place among 4 threads, j < 16); with the block's tokens dealt out accordingly (`pack(interleaved=True)`), those
 are twice 16 neighbours, 4 threads 64, so tiles go to memory in full 16-byte stores and never through shared memory.
 And e4m3 is rounded with integer arithmetic from fp16, whose bits moved right by 7 it is (`tile_codec.py`): the
 conversion instruction shares its unit with exp2, which limits the kernel.
+
+There is one place with a product. With a second one behind the loop, for the diagonal block, ptxas 12.8 computed a part
+of the query tile's descriptor only where the loop is entered, and lines without a turn in it multiplied garbage.
 """
 
 import torch
@@ -23,7 +25,6 @@ from mapflow.kernels.block_rows import BlockIndex, BlockRows
 from mapflow.kernels.hopper import (
     async_load,
     barrier,
-    barriers,
     fetch,
     item,
     num_multiprocessors,
@@ -52,6 +53,8 @@ def tiles_hopper(
     """As `tiles.store_tiles`, arguments checked there; e4m3, blocks of 128, interleaved keys."""
     num_heads, head_dim = query.shape[1:]
     config = launch_config("tiles_hopper", 128, head_dim, query.device)
+    if config["stages"] % config["pairs"]:  # a buffer belongs to one pair, or its barriers' parity would not tell turns
+        raise ValueError(f"tiles_hopper: expected stages to be a multiple of pairs, got {config}")
     schedule = rows.schedules.table(
         copies=num_heads // group, group=group, num_programs=num_multiprocessors(query.device)
     )
@@ -82,10 +85,16 @@ def tiles_hopper(
 
 
 @gluon.jit
+def _num_tiles(counts, offsets, slot):
+    """Kept blocks of a line and head; 0 if nobody wants their tiles."""
+    return gl.where(gl.load(offsets + slot) < 0, 0, gl.load(counts + slot))
+
+
+@gluon.jit
 def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr):
     queries, keys = descriptors
     q_smem, k_smem = smem
-    q_ready, q_free, k_ready, k_free, started_by = rings
+    q_ready, q_free, k_ready, k_free = rings
     schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     turn = 0
     tile = 0
@@ -93,7 +102,7 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
         head, at_line, slot, exists = item(schedule, lap, num_lines, num_heads, GROUP)
         if exists:
             line = lines + at_line * 8
-            count = gl.where(gl.load(offsets + slot) < 0, 0, gl.load(counts + slot))
+            count = _num_tiles(counts, offsets, slot)
             column = columns + slot.to(gl.int64) * max_columns
             kv_row = (head // GROUP) * num_packed_tokens + gl.load(line + 5)
             batch_row = gl.load(line + 1) * 128 + gl.load(line + 4)
@@ -116,14 +125,14 @@ def _produce(descriptors, smem, rings, work, GROUP: gl.constexpr, HEAD_DIM: gl.c
 
 
 @gluon.jit
-def _store(place, scores, past, lse, qk_scale, in_tile, is_diagonal, STORED: gl.constexpr):
+def _store(at, scores, lse, qk_scale, row, token, DIAGONAL: gl.constexpr):
     """Scores to probabilities, e4m3, and memory."""
-    p = gl.exp2(scores * qk_scale - lse[:, None])
-    dealt = gl.reshape(gl.permute(gl.reshape(p, [64, 2, 8, 4, 2]), [0, 1, 3, 2, 4]), [64, 128])
-    dealt = gl.convert_layout(dealt, STORED, assert_trivial=True)
-    if is_diagonal:
-        dealt = gl.where(past, dealt, 0.0)
-    gl.store(place + in_tile, tile_bits(dealt))
+    dealt = gl.reshape(gl.permute(gl.reshape(scores, [64, 2, 8, 4, 2]), [0, 1, 3, 2, 4]), [64, 128])
+    dealt = gl.convert_layout(dealt, row.type.layout.parent, assert_trivial=True)
+    if DIAGONAL:
+        dealt = gl.where(row[:, None] >= token[None, :], dealt, float("-inf"))
+    p = gl.exp2(dealt * qk_scale - lse[:, None])
+    gl.store(at + (row[:, None] * 128 + token[None, :]), tile_bits(p))
 
 
 @gluon.jit
@@ -139,7 +148,7 @@ def _consume(
     """Rows [64 * WHICH, 64 * WHICH + 64) of the tiles of this pair of warpgroups, every PAIRS-th."""
     arena, row_lse, smem, rings, work, qk_scale, stride_lse = of_tiles
     q_smem, k_smem = smem
-    q_ready, q_free, k_ready, k_free, started_by = rings
+    q_ready, q_free, k_ready, k_free = rings
     schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     STORED: gl.constexpr = gl.DistributedLinearLayout(
@@ -150,37 +159,34 @@ def _consume(
         shape=[64, 128],
     )
     nothing = gl.zeros([64, 128], gl.float32, SCORES)
-    in_block = 64 * WHICH + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     row = 64 * WHICH + gl.arange(0, 64, gl.SliceLayout(1, STORED))
     token = gl.arange(0, 128, gl.SliceLayout(0, STORED))
-    past = row[:, None] >= token[None, :]
-    in_tile = row[:, None] * 128 + token[None, :]
     turn = 0
     tile = 0
     for lap in range(num_laps):
         head, at_line, slot, exists = item(schedule, lap, num_lines, num_heads, GROUP)
-        offset = gl.load(offsets + gl.where(exists, slot, 0))
-        if exists & (offset >= 0):
+        count = _num_tiles(counts, offsets, slot)
+        if exists & (count > 0):
             line = lines + at_line * 8
-            batch_row = gl.load(line + 1) * 128 + gl.load(line + 4) + in_block
+            batch_row = gl.load(line + 1) * 128 + gl.load(line + 4) + row
             lse = gl.load(row_lse + head.to(gl.int64) * stride_lse + batch_row)
-            base = arena + gl.multiple_of(offset, 64)
+            base = arena + gl.multiple_of(gl.load(offsets + slot), 64)
             place = turn % 2
             q = q_smem.index(2 * place + WHICH)
             mbarrier.wait(q_ready.index(place), turn // 2 & 1)
-            count = gl.load(counts + slot)
             for i in range((tile + PAIR) % PAIRS, count, PAIRS):
-                stage = (tile + i) % STAGES
-                mbarrier.wait(k_ready.index(stage), (tile + i) // STAGES & 1)
-                if PAIRS == 2:  # the pairs have tiles by turns, so this is for the tile before this one
-                    mbarrier.wait(started_by.index(1 - PAIR), ((tile + i) // 2 & 1) ^ (1 - PAIR))
+                number = tile + i
+                stage = number % STAGES
+                mbarrier.wait(k_ready.index(stage), number // STAGES & 1)
                 started = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-                if PAIRS == 2:
-                    mbarrier.arrive(started_by.index(PAIR))
                 scores = warpgroup_mma_wait(0, deps=[started])
                 mbarrier.arrive(k_free.index(stage))
-                # the diagonal block is the last
-                _store(base + i * (128 * 128), scores, past, lse, qk_scale, in_tile, i == count - 1, STORED)
+                at = base + i * (128 * 128)
+                # the diagonal block is the last; only what follows the product is there twice (see the module)
+                if i == count - 1:
+                    _store(at, scores, lse, qk_scale, row, token, True)
+                else:
+                    _store(at, scores, lse, qk_scale, row, token, False)
             mbarrier.arrive(q_free.index(place))
             tile += count
             turn += 1
@@ -234,11 +240,10 @@ def tiles_hopper_kernel(
     k_smem = gl.allocate_shared_memory(keys.dtype, [STAGES, 128, HEAD_DIM], keys.layout)
     q_ready, q_free = ring(2, 2 * PAIRS)
     k_ready, k_free = ring(STAGES, 2)
-    started_by = barriers(PAIRS, 2)
     fence_async_shared()
     barrier()
     smem = (q_smem, k_smem)
-    rings = (q_ready, q_free, k_ready, k_free, started_by)
+    rings = (q_ready, q_free, k_ready, k_free)
     work = (schedule, num_laps, offsets, lines, columns, counts, num_lines, num_heads, num_packed_tokens, max_columns)
     of_tiles = (arena, row_lse, smem, rings, work, qk_scale, stride_lse)
     if PAIRS == 2:
