@@ -36,6 +36,7 @@ CANDIDATES: dict[str, list[dict[str, int]]] = {
     "tiles_hopper": [{"stages": stages, "pairs": pairs} for stages, pairs in ((3, 1), (4, 1), (5, 1), (2, 2), (4, 2))],
     "translate": COMMON,
     "translate_e4m3": COMMON,
+    "translate_mixed": COMMON,
     "translate_pairs_e4m3": COMMON,
 }
 WANTED: dict[str, dict[str, Any]] = {
@@ -46,6 +47,7 @@ WANTED: dict[str, dict[str, Any]] = {
     "tiles_hopper": {"kernel": "tiles", "dtype": "e4m3"},
     "translate": {"kernel": "translate", "dtype": "bf16", "k": 1},
     "translate_e4m3": {"kernel": "translate", "dtype": "e4m3", "k": 1},
+    "translate_mixed": {"kernel": "translate", "dtype": "e4m3 x bf16", "k": 1},
     "translate_pairs_e4m3": {"kernel": "translate_all_heads"},
 }
 

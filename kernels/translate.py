@@ -48,7 +48,7 @@ def translate_attention(
     check_tensor("head_weight", head_weight, shape=head_index.shape, dtypes=(torch.float32,), device=kv.device)
     order = head_weight.abs().argsort(1)
     values = _pack_values(kv, rows, maps, value_dtype)
-    config = launch_config(_variant("translate", values), rows.block, kv.head_dim, kv.device)
+    config = launch_config(_variant("translate", maps, values), rows.block, kv.head_dim, kv.device)
     _translate_kernel[(rows.num_lines * group, num_heads // group)](
         maps.arena,
         _value_tiles(values, rows.block),
@@ -99,9 +99,11 @@ def _pack_values(kv: PagedKV, rows: BlockRows, maps: MapTable, value_dtype: torc
     return pack(kv.value_cache, rows)
 
 
-def _variant(kernel: str, values: Packed) -> str:
-    """Name of the launch configuration: e4m3 values leave room for more stages."""
-    return f"{kernel}_e4m3" if values.scale is not None else kernel
+def _variant(kernel: str, maps: MapTable, values: Packed) -> str:
+    """Name of the launch configuration: what is converted on chip and what fits into a stage differ."""
+    if values.scale is not None:
+        return f"{kernel}_e4m3"
+    return f"{kernel}_mixed" if maps.tile_dtype == torch.float8_e4m3fn else kernel
 
 
 def _value_tiles(values: Packed, block: int) -> TensorDescriptor:

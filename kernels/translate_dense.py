@@ -70,7 +70,7 @@ def _grouped_weights(head_map: torch.Tensor, num_kv_heads: int, group: int) -> t
 def _multiply(values: Packed, rows: BlockRows, maps: MapTable, products: torch.Tensor) -> None:
     num_kv_heads, head_dim = values.data.shape[0], products.shape[4]
     pair = 2 if num_kv_heads % 2 == 0 else 1
-    config = launch_config(_variant("translate_pairs", values), rows.block, head_dim, products.device)
+    config = launch_config(_variant("translate_pairs", maps, values), rows.block, head_dim, products.device)
     _multiply_kernel[(num_kv_heads // pair, maps.num_heads, rows.num_lines)](
         maps.arena,
         _value_tiles(values, rows.block),
