@@ -19,7 +19,7 @@ from mapflow.kernels.blob_layout import Header, HeadLayout
 from mapflow.kernels.tensor_check import check_block, check_heads
 
 _TILE_CODES = {torch.float8_e4m3fn: layout.TILES_E4M3_256, torch.bfloat16: layout.TILES_BF16}
-_TILE_DTYPES = {code: dtype for dtype, code in _TILE_CODES.items()}
+TILE_DTYPES_BY_CODE = {code: dtype for dtype, code in _TILE_CODES.items()}
 _BYTE_VIEWS = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16}
 
 
@@ -99,7 +99,7 @@ def read_blob(
     ValueError for a repeated or negative head.
     """
     view = memoryview(buffer).cast("B")
-    header, prologue = _read_prologue(view)
+    header, prologue = read_prologue(view)
     if header.identity != identity:
         raise BlobError(BlobErrorReason.IDENTITY, f"expected {identity:016x}, the blob says {header.identity:016x}")
     wanted = check_heads(range(header.num_heads) if heads is None else heads, 2**32)
@@ -172,8 +172,8 @@ def _malformed(message: str) -> BlobError:
     return BlobError(BlobErrorReason.MALFORMED, message)
 
 
-def _read_prologue(view: memoryview) -> tuple[Header, bytearray]:
-    """Copy header and tables, and verify everything about them."""
+def read_prologue(view: memoryview) -> tuple[Header, bytearray]:
+    """Copy header and tables, everything in front of head 0, and verify all about them; raises BlobError."""
     start = bytes(view[: layout.HEADER_BYTES])
     if start[:4] != layout.MAGIC[: len(start)]:
         raise BlobError(BlobErrorReason.BAD_MAGIC, f"expected {layout.MAGIC!r}, got {start[:4]!r}")
@@ -253,7 +253,7 @@ def _tensor(values: _Array) -> torch.Tensor:
 
 
 def _join_tiles(header: Header, parts: Sequence[_Head]) -> TileSet:
-    dtype, block = _TILE_DTYPES[header.tile_dtype], header.block
+    dtype, block = TILE_DTYPES_BY_CODE[header.tile_dtype], header.block
     starts = np.cumsum([0] + [indices.shape[0] for _, _, indices, _ in parts[:-1]])
     bits = parts[0][3] if len(parts) == 1 else torch.cat([tile_bits for _, _, _, tile_bits in parts])
     if dtype == torch.bfloat16:

@@ -21,6 +21,7 @@ import torch
 from mapflow.kernels.row_segment import RowSegment, check_segments
 from mapflow.kernels.schedule import Schedules
 from mapflow.kernels.tensor_check import check_int, check_tensor
+from mapflow.kernels.upload import upload
 
 KERNEL_BLOCKS = (64, 128)
 _FIELDS = 8
@@ -105,9 +106,9 @@ class BlockRows:
             tables[request, : segment.block_table.shape[0]] = segment.block_table
         return cls(
             block=block,
-            lines=torch.tensor(lines, dtype=torch.int32).view(-1, _FIELDS).to(device, non_blocking=True),
+            lines=upload(torch.tensor(lines, dtype=torch.int32).view(-1, _FIELDS), device),
             block_tables=tables,
-            packed_blocks=torch.tensor(packed, dtype=torch.int32).view(-1, 4).to(device, non_blocking=True),
+            packed_blocks=upload(torch.tensor(packed, dtype=torch.int32).view(-1, 4), device),
             max_block_row=lines[0][1],
             num_batch_rows=num_batch_rows,
             segments=tuple(segments),

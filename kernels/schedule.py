@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mapflow.kernels.upload import upload
+
 _OVERHEAD = 1.0  # of an item, in block columns
 
 
@@ -47,5 +49,5 @@ class Schedules:
         wanted = (copies, group, min(num_programs, copies * group * len(self._costs)))
         if wanted not in self._tables:
             costs = np.tile(np.repeat(self._costs, group), copies)
-            self._tables[wanted] = torch.from_numpy(balance(costs, wanted[2])).to(self._device)
+            self._tables[wanted] = upload(torch.from_numpy(balance(costs, wanted[2])), self._device)
         return self._tables[wanted]

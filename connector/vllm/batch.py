@@ -1,11 +1,13 @@
 """Where each request's rows stand in the batch that the model runner made, and which of them are reused.
 
-The order of a batch is the model runner's own and differs between its versions, so requests are found by the KV page
-that their last row is written to. Pure arithmetic on lists; no tensors but the block table.
+The order of a batch is the model runner's own and differs between its versions, so requests are found by their rows,
+and where two have the same, by the KV page that their last row is written to. Pure arithmetic on lists; no tensors but
+the block table.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,25 +64,52 @@ def locate(
         page_size: tokens per page of that table.
         pages_per_block: pages of that table per block of the scheduler (1 unless the backend splits blocks).
     """
-    by_page = {step.last_page: step for step in steps}
     found: dict[int, BatchRow] = {}
-    for entry, seq_len in enumerate(seq_lens):
-        begin, end = query_start[entry], query_start[entry + 1]
-        num_rows = end - begin
-        if num_rows <= 0 or seq_len <= 0:
-            continue
-        last_page = int(block_table[entry, (seq_len - 1) // page_size]) // pages_per_block
-        step = by_page.get(last_page)
-        if step is None or step.row_end != seq_len or step.row_begin != seq_len - num_rows:
-            continue
+    for entry, step in _matches(steps, query_start, seq_lens, block_table, page_size, pages_per_block):
         found[entry] = BatchRow(
             step=step,
-            query_begin=begin,
+            query_begin=query_start[entry],
             row_begin=step.row_begin,
             row_end=min(step.row_end, step.num_prompt),
-            block_table=block_table[entry, : -(-seq_len // page_size)],
+            block_table=block_table[entry, : -(-seq_lens[entry] // page_size)],
         )
     return found
+
+
+def _matches(
+    steps: Sequence[RequestStep],
+    query_start: Sequence[int],
+    seq_lens: Sequence[int],
+    block_table: torch.Tensor,
+    page_size: int,
+    pages_per_block: int,
+) -> list[tuple[int, RequestStep]]:
+    """By rows and tokens where only one entry and one order have them; where more do, by the page of the last row.
+
+    Reading pages waits for a GPU, and rows and tokens alone nearly always tell.
+    """
+    entries: dict[tuple[int, int], list[int]] = defaultdict(list)
+    orders: dict[tuple[int, int], list[RequestStep]] = defaultdict(list)
+    for entry, seq_len in enumerate(seq_lens):
+        entries[seq_len - query_start[entry + 1] + query_start[entry], seq_len].append(entry)
+    for step in steps:
+        orders[step.row_begin, step.row_end].append(step)
+    matches, ambiguous = [], []
+    for rows, wanted in orders.items():
+        if len(wanted) == 1 and len(entries[rows]) == 1 and rows[0] < rows[1]:
+            matches.append((entries[rows][0], wanted[0]))
+        elif rows[0] < rows[1]:
+            ambiguous += entries[rows]
+    if ambiguous:
+        last = [(seq_lens[entry] - 1) // page_size for entry in ambiguous]
+        pages = (block_table[ambiguous, last] // pages_per_block).tolist()
+        by_page = {(step.last_page, step.row_begin, step.row_end): step for step in steps}
+        for entry, page in zip(ambiguous, pages):
+            begin = seq_lens[entry] - query_start[entry + 1] + query_start[entry]
+            found = by_page.get((page, begin, seq_lens[entry]))
+            if found is not None:
+                matches.append((entry, found))
+    return sorted(matches, key=lambda match: match[0])
 
 
 def split_entry(

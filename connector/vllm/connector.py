@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from mapflow.connector.vllm.gpu import GpuReuse
+
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
@@ -68,6 +70,8 @@ class MapFlowConnector(KVConnectorBase_V1):
         self.map_scheduler: MapScheduler | None = None
         self._engine: Engine | None = None
         self._publisher: Publisher | None = None
+        self._gpu: GpuReuse | None = None
+        self._max_tokens = vllm_config.model_config.max_model_len
         self._reports: dict[str, ReuseReport] = {}
         is_worker = role is KVConnectorRole.WORKER
         facts = compat.engine_facts(vllm_config, kv_cache_config, is_worker=is_worker)
@@ -89,6 +93,11 @@ class MapFlowConnector(KVConnectorBase_V1):
             capture = Capture(chunk_tokens=space.chunk_tokens, block=space.block)
             queue = engine.config.publish_queue
             self._publisher = Publisher(engine.client, engine.producer_id, engine.counters, queue)
+        device = compat.gpu_device()
+        if device is not None and engine.plans:
+            from mapflow.connector.vllm.gpu import GpuReuse  # needs Triton
+
+            self._gpu = GpuReuse(engine.plans, device, engine.config.staging_bytes)
         self.map_worker = MapWorker(
             plans=engine.plans,
             client=engine.client,
@@ -96,6 +105,7 @@ class MapFlowConnector(KVConnectorBase_V1):
             capture=capture,
             publisher=self._publisher,
             wants=engine.wants,
+            gpu=self._gpu,
         )
 
     def _start_scheduler(self, engine: Engine) -> None:
@@ -177,6 +187,16 @@ class MapFlowConnector(KVConnectorBase_V1):
 
     # --- worker ------------------------------------------------------------------------------------------------------
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV cache is there: compile the kernels that will read it, before the engine serves."""
+        gpu, engine = self._gpu, self._engine
+        cache = next((one for name, one in kv_caches.items() if compat.layer_number(name) is not None), None)
+        if gpu is None or engine is None or cache is None:
+            return
+        kv = compat.flash_paged_kv(cache, engine.facts.head_dim)
+        num_heads = engine.facts.num_heads // engine.facts.tp_size
+        self._safely(lambda: gpu.warm_up(kv, num_heads, self._max_tokens), None)
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
@@ -209,6 +229,8 @@ class MapFlowConnector(KVConnectorBase_V1):
         """Publish what is queued, within a second, and leave the daemon."""
         if self._publisher is not None:
             self._publisher.close(1.0)
+        if self._gpu is not None:
+            self._gpu.close()
         if self._engine is not None:
             self._engine.counter_log.flush()
             self._engine.client.close()

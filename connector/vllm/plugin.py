@@ -12,8 +12,9 @@ def register() -> None:
 
     if "mapflow" not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector("mapflow", "mapflow.connector.vllm.connector", "MapFlowConnector")
-    # The CPU platform always takes CPU_ATTN, so that name is overridden; the class passes through without a connector.
-    register_backend(AttentionBackendEnum.CPU_ATTN, "mapflow.connector.vllm.backend.MapFlowCPUBackend")
+    # vLLM's default names are overridden, so that nobody needs a flag; the classes pass through without a connector.
+    register_backend(AttentionBackendEnum.CPU_ATTN, "mapflow.connector.vllm.cpu_backend.MapFlowCPUBackend")
+    register_backend(AttentionBackendEnum.FLASH_ATTN, "mapflow.connector.vllm.cuda_backend.MapFlowFlashBackend")
     _log_like_vllm()
 
 

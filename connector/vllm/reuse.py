@@ -87,6 +87,15 @@ class StepReuse:
         """The batch entries with maps."""
         return self._entries
 
+    def prepare(self, layer: int) -> None:
+        """Before anything else is asked about a layer."""
+
+    def finish(self, layer: int) -> None:
+        """A layer is through."""
+
+    def end(self) -> None:
+        """The step is over, whatever came of it."""
+
     def reused_entries(self, layer: int) -> dict[int, tuple[EntryReuse, LayerPlan]]:
         """Batch entry -> its reuse in this layer."""
         found = ((entry, entry.layer_plan(layer)) for entry in self._entries)

@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters, LimitedLog
-from mapflow.connector.plan import Mode, Plan
+from mapflow.connector.plan import Plan
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.batch import BatchRow, RowRange, locate, split_entry
 from mapflow.connector.vllm.capture import Capture, FinishedMap
-from mapflow.connector.vllm.map_identity import map_identity
+from mapflow.connector.vllm.map_reader import MapReader, MapRun, UnusableMap
 from mapflow.connector.vllm.messages import RequestStep, ReuseOrder, ReuseReport
 from mapflow.connector.vllm.publisher import Publisher
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, covered_ranges
-from mapflow.connector.wants import LayerWant, plan_wants
+from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import AttentionMap
-from mapflow.kernels.blob import BlobError, read_blob
+from mapflow.kernels.blob import BlobError
 from mapflow.kernels.paged import PagedKV
+
+if TYPE_CHECKING:
+    from mapflow.connector.vllm.gpu import GpuReuse
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -44,10 +47,12 @@ class MapWorker:
         capture: Capture | None,
         publisher: Publisher | None,
         wants: Callable[[], Mapping[int, LayerWant]],
+        gpu: GpuReuse | None = None,
     ) -> None:
+        """gpu: what reuse on a GPU keeps from step to step; without it the references run, wherever tensors are."""
         self._plans = plans
-        self._plan_wants = [plan_wants(plan) for plan in plans]
-        self._client = client
+        self._gpu = gpu
+        self._reader = MapReader(client, plans, gpu.arenas if gpu is not None else None)
         self.counters = counters
         self._capture = capture
         self._publisher = publisher
@@ -66,6 +71,7 @@ class MapWorker:
     def begin_step(self, steps: Sequence[RequestStep], ended: Sequence[str]) -> None:
         """Take the orders of the step that is about to run."""
         self._steps, self._rows = steps, None
+        self._reuse.end()  # where a step did not come to its end
         self._reuse = StepReuse([])
         self._cache = {}
         if self._capture is not None:
@@ -79,6 +85,10 @@ class MapWorker:
         if self._finished and self._publisher is not None:
             self._publisher.submit(self._finished)
         self._finished = []
+        self._reuse.end()
+        for entry in self._reuse.entries:
+            if entry.report.modes:
+                entry.report.reused_rows = sum(end - begin for begin, end in entry.ranges)
         reports = {entry.row.step.request_id: entry.report for entry in self._reuse.entries}
         self._steps, self._rows, self._reuse = (), None, StepReuse([])
         return reports
@@ -117,10 +127,15 @@ class MapWorker:
         unmatched = len(self._steps) - len(self._rows)
         if unmatched:
             self.counters.add("request_not_reused", "row_unmatched", unmatched)
-        self._reuse = StepReuse([self._load(e, row) for e, row in self._rows.items() if row.step.reuse is not None])
+        entries = [self._load(entry, row) for entry, row in self._rows.items() if row.step.reuse is not None]
+        if self._gpu is None:
+            self._reuse = StepReuse(entries)
+        elif entries:
+            self._reuse = self._gpu.step(entries, query_start[-1], self._read_run)
 
     def rest(self, layer: int) -> tuple[frozenset[int], list[RowRange]]:
         """Which entries this layer reuses, and the rows of the batch that vLLM must compute."""
+        self._reuse.prepare(layer)
         reused = self._reuse.reused_entries(layer)
         outside: list[RowRange] = []
         for entry, (begin, end) in enumerate(zip(self._query_start, self._query_start[1:])):
@@ -142,6 +157,10 @@ class MapWorker:
     def attend(self, layer: int, query: torch.Tensor, kv: PagedKV, scale: float, out: torch.Tensor) -> None:
         """Write the attention of this layer's reused rows; shapes as in `StepReuse.attend`."""
         self._reuse.attend(layer, query, kv, scale, out)
+
+    def finish(self, layer: int) -> None:
+        """A layer is through."""
+        self._reuse.finish(layer)
 
     def skip_layer(self, reason: str, layer: str) -> None:
         """A layer of a kind that maps cannot serve."""
@@ -170,51 +189,25 @@ class MapWorker:
         assert order is not None
         plan = self._plans[order.plan]
         loaded = EntryReuse(entry=entry, row=row, plan=plan, maps={}, ranges=[(order.row_begin, order.row_end)])
-        if order.chunks:
+        if order.chunks and self._gpu is None:
             loaded.maps = self._read_layers(order, plan, loaded.report)
             loaded.ranges = covered_ranges(loaded.maps, order.row_begin, order.row_end)
-        if any(layer.mode is not Mode.COMPUTE and loaded.usable(layer) for layer in plan.layers):
-            loaded.report.reused_rows = sum(end - begin for begin, end in loaded.ranges)
         return loaded
 
     def _read_layers(self, order: ReuseOrder, plan: Plan, report: ReuseReport) -> dict[int, list[AttentionMap]]:
-        maps: dict[int, list[AttentionMap]] = {}
-        for position, layer in enumerate(plan.map_layers):
-            try:
-                maps[layer] = self._read_layer(order, plan, position, layer)
-            except (Unavailable, BlobError, _UnusableMap) as error:
-                reason = str(error.reason)
-                report.reasons[reason] += 1
-                self._log.warning(reason, "mapflow: maps of sender layer %d not reused: %s", layer, error)
-        return maps
+        found = {layer: self._read(self._reader.maps, order, layer, report) for layer in plan.map_layers}
+        return {layer: maps for layer, maps in found.items() if maps is not None}
 
-    def _read_layer(self, order: ReuseOrder, plan: Plan, position: int, layer: int) -> list[AttentionMap]:
-        want = self._plan_wants[order.plan][layer]
-        if order.lease is None:
-            raise _UnusableMap("no_lease", "the order names maps without a lease")
-        buffers = self._client.read(order.lease, [chunk.extents[position] for chunk in order.chunks])
-        maps = []
-        for chunk, buffer in zip(order.chunks, buffers):
-            found = read_blob(buffer, identity=map_identity(chunk.key, order.producer, layer))
-            expected = (plan.block, plan.sender.num_heads, plan.chunk_tokens // plan.block, chunk.index)
-            got = (found.block, found.num_heads, found.num_row_blocks, found.chunk_index)
-            if got != expected:
-                raise _UnusableMap("shape", f"(block, heads, block rows, chunk) is {got}, the plan expects {expected}")
-            if found.approximate:
-                raise _UnusableMap("approximate", "its rows were computed with reuse themselves")
-            if want.tile_top_p and found.tiles is None:
-                raise _UnusableMap("no_tiles", "published before this plan's tiles were asked for")
-            heads = list(want.heads) if want.heads is not None else slice(None)
-            if not bool(found.mass[heads][:, found.measured].any(dim=-1).all()):
-                raise _UnusableMap("no_heads", "published before this plan's heads were asked for")
-            maps.append(found)
-        self._client.check_lease(order.lease)  # the copies were made while the lease held
-        return maps
+    def _read_run(self, entry: EntryReuse, order: ReuseOrder, layer: int) -> MapRun | None:
+        return self._read(self._reader.run, order, layer, entry.report)
 
-
-class _UnusableMap(ValueError):
-    """A sound map that this plan cannot use."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+    def _read(
+        self, read: Callable[[ReuseOrder, int], _T], order: ReuseOrder, layer: int, report: ReuseReport
+    ) -> _T | None:
+        try:
+            return read(order, layer)
+        except (Unavailable, BlobError, UnusableMap) as error:
+            reason = str(error.reason)
+            report.reasons[reason] += 1
+            self._log.warning(reason, "mapflow: maps of sender layer %d not reused: %s", layer, error)
+            return None

@@ -1,23 +1,19 @@
-"""vLLM's CPU attention backend with reuse: rows with maps go through ours, all others through vLLM's in one call.
+"""An attention layer of vLLM with reuse: rows with maps go through ours, all others through vLLM's in one call.
 
-Without a mapflow connector in the engine, or without orders in a step, each call passes straight through.
+`ReusingAttention` stands in front of the implementation of a platform (`cpu_backend.py`, `cuda_backend.py`). Without a
+mapflow connector in the engine, or without orders in a step, each call passes straight through.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
 
 from mapflow.connector.vllm import compat
+from mapflow.connector.vllm.batch import RowRange
 from mapflow.kernels.paged import PagedKV
 
 if TYPE_CHECKING:
@@ -25,21 +21,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-class MapFlowCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Builds vLLM's metadata and remembers from what."""
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> CPUAttentionMetadata:
-        """As vLLM's, plus the source that metadata of fewer rows is built from."""
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        compat.remember_source(metadata, self, common_attn_metadata)
-        return metadata
+Plain = Callable[[torch.Tensor, Any, torch.Tensor], torch.Tensor]
+"""vLLM's own attention of some rows: query, metadata, out."""
 
 
-class MapFlowCPUImpl(CPUAttentionBackendImpl):
-    """One attention layer."""
+class ReusingAttention:
+    """One attention layer; a mixin in front of an `AttentionImpl`."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+
+    def paged_kv(self, layer: Any, kv_cache: torch.Tensor) -> PagedKV | None:
+        """The layer's cache as the kernels see it; None where its layout is unknown."""
+        raise NotImplementedError
+
+    def metadata_of_rows(self, metadata: Any, ranges: Sequence[RowRange], index: torch.Tensor | slice) -> Any:
+        """Metadata of a batch that holds only `ranges`, each a request of its own."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -48,26 +47,28 @@ class MapFlowCPUImpl(CPUAttentionBackendImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
+        attn_metadata: Any,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As vLLM's: query [num_tokens, num_heads, head_dim]; writes output and returns it."""
 
-        def plain(rows: torch.Tensor, metadata: CPUAttentionMetadata | None, out: torch.Tensor) -> torch.Tensor:
+        def plain(rows: torch.Tensor, metadata: Any, out: torch.Tensor) -> torch.Tensor:
             scales = (output_scale, output_block_scale)
-            return super(MapFlowCPUImpl, self).forward(layer, rows, key, value, kv_cache, metadata, out, *scales)
+            inner: Any = super(ReusingAttention, self)
+            result: torch.Tensor = inner.forward(layer, rows, key, value, kv_cache, metadata, out, *scales)
+            return result
 
         connector = compat.active_connector() if attn_metadata is not None else None
-        if connector is None or attn_metadata is None or not connector.map_worker.has_work:
+        if connector is None or not connector.map_worker.has_work:
             return plain(query, attn_metadata, output)
         worker: MapWorker = connector.map_worker
         number = compat.layer_number(layer.layer_name)
-        kv = compat.cpu_paged_kv(kv_cache, layer.isa)
-        if number is None or kv is None or not compat.is_plain_attention(self):
+        kv = self.paged_kv(layer, kv_cache)
+        if number is None or kv is None or not compat.is_plain_attention(self, attn_metadata):
             reason = "layer_name" if number is None else "attention_type" if kv is not None else "kv_layout"
-            worker.skip_layer(reason, f"{layer.layer_name} on {layer.isa}")
+            worker.skip_layer(reason, layer.layer_name)
             return plain(query, attn_metadata, output)
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
@@ -90,24 +91,37 @@ class MapFlowCPUImpl(CPUAttentionBackendImpl):
         number: int,
         query: torch.Tensor,
         kv: PagedKV,
-        metadata: CPUAttentionMetadata,
+        metadata: Any,
         out: torch.Tensor,
-        plain: Any,
+        plain: Plain,
     ) -> bool:
         """Attend the whole batch with reuse; False where this layer reuses nothing."""
         reused, ranges = worker.rest(number)
-        if not reused:
-            return False
-        worker.attend(number, query, kv, self.scale, out)
-        if ranges:
-            index = torch.cat([torch.arange(r.query_begin, r.query_begin + r.num_rows) for r in ranges])
-            rest_metadata = worker.cached(
-                ("metadata", reused), lambda: compat.metadata_of_rows(metadata, ranges, index)
-            )
+        if reused:
+            worker.attend(number, query, kv, self.scale, out)
+            if ranges:
+                self._attend_rest(worker, reused, ranges, query, metadata, out, plain)
+        worker.finish(number)
+        return bool(reused)
+
+    def _attend_rest(
+        self,
+        worker: MapWorker,
+        reused: frozenset[int],
+        ranges: Sequence[RowRange],
+        query: torch.Tensor,
+        metadata: Any,
+        out: torch.Tensor,
+        plain: Plain,
+    ) -> None:
+        index = worker.cached(("index", reused), lambda: compat.row_index(ranges, query.device))
+        rest = worker.cached(("metadata", reused), lambda: self.metadata_of_rows(metadata, ranges, index))
+        if isinstance(index, slice):
+            plain(query[index], rest, out[index])
+        else:
             rest_out = torch.empty_like(out[index])
-            plain(query[index], rest_metadata, rest_out)
+            plain(query[index], rest, rest_out)
             out[index] = rest_out
-        return True
 
     def _measure(self, worker: MapWorker, number: int, query: torch.Tensor, kv: PagedKV) -> None:
         try:
@@ -115,17 +129,3 @@ class MapFlowCPUImpl(CPUAttentionBackendImpl):
         except Exception:
             logger.exception("mapflow: layer %d could not be captured", number)
             worker.counters.add("capture_failed", "internal")
-
-
-class MapFlowCPUBackend(CPUAttentionBackend):
-    """Registered in place of vLLM's CPU_ATTN."""
-
-    @staticmethod
-    def get_impl_cls() -> type[MapFlowCPUImpl]:
-        """The layer above."""
-        return MapFlowCPUImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MapFlowCPUMetadataBuilder]:
-        """The builder above."""
-        return MapFlowCPUMetadataBuilder

@@ -1,0 +1,62 @@
+"""What reuse on a GPU keeps from step to step: staging memory, head maps, the daemon's pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from mapflow.connector.plan import Mode, Plan
+from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
+from mapflow.connector.vllm.pinned import PinnedArenas
+from mapflow.connector.vllm.reuse import EntryReuse
+from mapflow.connector.vllm.staged_maps import ReadRun
+from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.kernels.paged import PagedKV
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
+from mapflow.kernels.warm_up import Warmer
+
+GUIDE_STAGING_BYTES = 256 << 20
+TRANSLATE_STAGING_BYTES = 2 << 30  # two layers of Qwen3-8B's heads at 32k tokens and density 0.05
+
+
+class GpuReuse:
+    """Of one worker."""
+
+    def __init__(self, plans: Sequence[Plan], device: torch.device, staging_bytes: int) -> None:
+        """staging_bytes: of GPU memory; 0 for what the plans' modes need as a rule.
+
+        Raises:
+            torch.OutOfMemoryError: the memory is not there.
+        """
+        translates = any(layer.mode is Mode.TRANSLATE for plan in plans for layer in plan.layers)
+        staging_bytes = staging_bytes or (TRANSLATE_STAGING_BYTES if translates else GUIDE_STAGING_BYTES)
+        self.arenas = PinnedArenas(device)
+        self._plans = plans
+        self._device = device
+        self._staging = StagingBuffer(staging_bytes, device)
+        self._tensors = DevicePlans(device)
+
+    def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRun) -> KernelReuse:
+        """Reuse of one step whose batch has `num_rows` rows."""
+        return KernelReuse(
+            entries, num_rows=num_rows, device=self._device, staging=self._staging, plans=self._tensors, read=read
+        )
+
+    def warm_up(self, kv: PagedKV, num_heads: int, max_tokens: int) -> None:
+        """Compile every kernel that the plans use, for one layer's cache and prompts of up to `max_tokens`."""
+        for block, chunk_tokens in {(plan.block, plan.chunk_tokens) for plan in self._plans}:
+            warmer = Warmer(kv=kv, num_heads=num_heads, block=block, chunk_tokens=chunk_tokens, max_tokens=max_tokens)
+            warmer.warm_receiver(self._tile_dtypes())
+
+    def close(self) -> None:
+        """Let go of the daemon's memory."""
+        self._staging.synchronize()
+        self.arenas.close()
+
+    def _tile_dtypes(self) -> Collection[torch.dtype]:
+        return {
+            TILE_DTYPE_BY_NAME[plan.tile_dtype]
+            for plan in self._plans
+            if any(layer.mode is Mode.TRANSLATE for layer in plan.layers)
+        }

@@ -1,0 +1,122 @@
+"""Reading the maps that an order names: whole and verified on the host, or as they lie, for a GPU to copy.
+
+Either way a map is used only if it is the one asked for, of the shape that the plan expects, with the tiles and heads
+that the plan needs, and read under a lease that holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mapflow.connector.client import Client
+from mapflow.connector.messages import Extent, Lease
+from mapflow.connector.plan import Plan
+from mapflow.connector.reasons import Reason, Unavailable
+from mapflow.connector.vllm.map_identity import map_identity
+from mapflow.connector.vllm.messages import ReuseOrder
+from mapflow.connector.vllm.pinned import PinnedArenas
+from mapflow.connector.wants import LayerWant, plan_wants
+from mapflow.kernels.attention_map import AttentionMap
+from mapflow.kernels.blob import read_blob
+from mapflow.kernels.blob_run import BlobRun, read_run
+
+COPY_WITHIN_S = 5.0  # a lease that ends sooner is not used for copies that nobody waits for
+
+
+class UnusableMap(ValueError):
+    """A sound map that this plan cannot use; `reason` says why."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MapRun:
+    """A request's maps of one sender layer as they lie: what their prologues say, and u8 [bytes] of each."""
+
+    run: BlobRun
+    blobs: Sequence[torch.Tensor]
+
+
+class MapReader:
+    """Of one worker. Every method raises Unavailable, BlobError or UnusableMap, each with a `reason`."""
+
+    def __init__(self, client: Client, plans: Sequence[Plan], arenas: PinnedArenas | None = None) -> None:
+        """arenas: for `run`."""
+        self._client = client
+        self._plans = plans
+        self._wants = [plan_wants(plan) for plan in plans]
+        self._arenas = arenas
+
+    def maps(self, order: ReuseOrder, layer: int) -> list[AttentionMap]:
+        """Verified copies of the maps of a sender layer, one a chunk."""
+        plan, want = self._plans[order.plan], self._wants[order.plan][layer]
+        lease, extents = self._sources(order, plan, layer)
+        buffers = self._client.read(lease, extents)
+        maps = []
+        for chunk, buffer in zip(order.chunks, buffers):
+            found = read_blob(buffer, identity=map_identity(chunk.key, order.producer, layer))
+            _check_shape(plan, found.block, found.num_heads, found.num_row_blocks, found.chunk_index, chunk.index)
+            _check_kind(want, approximate=found.approximate, has_tiles=found.tiles is not None)
+            heads = list(want.heads) if want.heads is not None else slice(None)
+            if not bool(found.mass[heads][:, found.measured].any(dim=-1).all()):
+                raise _no_heads()
+            maps.append(found)
+        self._client.check_lease(lease)  # the copies were made while the lease held
+        return maps
+
+    def run(self, order: ReuseOrder, layer: int) -> MapRun:
+        """The maps of a sender layer, for a GPU to copy while the lease lasts."""
+        plan, want = self._plans[order.plan], self._wants[order.plan][layer]
+        lease, extents = self._sources(order, plan, layer)
+        left_s = lease.expires_at - time.monotonic()
+        if left_s < COPY_WITHIN_S:
+            raise Unavailable(
+                Reason.LEASE_EXPIRED, f"the lease has {left_s:.1f} s left, copies may take {COPY_WITHIN_S}"
+            )
+        buffers = self._client.read(lease, extents)
+        run = read_run(buffers, [map_identity(chunk.key, order.producer, layer) for chunk in order.chunks])
+        _check_shape(plan, run.block, run.num_heads, run.chunk_blocks, run.first_chunk, order.chunks[0].index)
+        _check_kind(want, approximate=run.approximate, has_tiles=run.tile_dtype is not None)
+        heads = range(run.num_heads) if want.heads is None else want.heads
+        if not run.has_heads(buffers, heads):
+            raise _no_heads()
+        return MapRun(run=run, blobs=[self._bytes(lease, extent, view) for extent, view in zip(extents, buffers)])
+
+    def _sources(self, order: ReuseOrder, plan: Plan, layer: int) -> tuple[Lease, list[Extent]]:
+        if order.lease is None:
+            raise UnusableMap("no_lease", "the order names maps without a lease")
+        position = plan.map_layers.index(layer)
+        return order.lease, [chunk.extents[position] for chunk in order.chunks]
+
+    def _bytes(self, lease: Lease, extent: Extent, view: memoryview) -> torch.Tensor:
+        """In place where the arena is mapped, else those that were fetched."""
+        assert self._arenas is not None
+        try:
+            arena = self._client.arena(lease.boot_id, extent.arena_id)
+        except Unavailable:
+            return torch.frombuffer(bytearray(view), dtype=torch.uint8)
+        return self._arenas.bytes_of(lease.boot_id, arena, extent)
+
+
+def _check_shape(plan: Plan, block: int, heads: int, rows: int, chunk: int, wanted_chunk: int) -> None:
+    expected = (plan.block, plan.sender.num_heads, plan.chunk_tokens // plan.block, wanted_chunk)
+    got = (block, heads, rows, chunk)
+    if got != expected:
+        raise UnusableMap("shape", f"(block, heads, block rows, chunk) is {got}, the plan expects {expected}")
+
+
+def _check_kind(want: LayerWant, *, approximate: bool, has_tiles: bool) -> None:
+    if approximate:
+        raise UnusableMap("approximate", "its rows were computed with reuse themselves")
+    if want.tile_top_p and not has_tiles:
+        raise UnusableMap("no_tiles", "published before this plan's tiles were asked for")
+
+
+def _no_heads() -> UnusableMap:
+    return UnusableMap("no_heads", "published before this plan's heads were asked for")

@@ -1,0 +1,192 @@
+"""A step of the plugin through the kernels: the same rows and values as with the references, in little room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan
+from mapflow.connector.vllm.batch import BatchRow
+from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
+from mapflow.connector.vllm.map_reader import MapRun
+from mapflow.connector.vllm.messages import MappedChunk, RequestStep, ReuseOrder
+from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
+from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.kernels.attention_map import AttentionMap
+from mapflow.kernels.blob import blob_num_bytes, write_blob
+from mapflow.kernels.blob_run import read_run
+
+SENDER_HEADS, CHUNK, BLOCK = 3, 128, 64
+GUIDE, TRANSLATE = Mode.GUIDE, Mode.TRANSLATE
+LAYERS = (
+    LayerPlan(mode=Mode.COMPUTE),
+    LayerPlan(mode=Mode.STATIC, sink_blocks=1, local_blocks=1),
+    LayerPlan(mode=GUIDE, sender_layer=5, top_p=0.6, sink_blocks=0, local_blocks=1),
+    LayerPlan(mode=TRANSLATE, sender_layer=1, top_p=0.6),
+    LayerPlan(mode=GUIDE, sender_layer=2, top_p=0.8),
+    LayerPlan(mode=GUIDE, sender_layer=5, top_p=0.3),
+    LayerPlan(mode=TRANSLATE, sender_layer=3, top_p=0.6),
+    LayerPlan(mode=GUIDE, sender_layer=4, top_p=0.7),
+)
+
+
+def _plan(heads: int) -> Plan:
+    spec: dict[str, Any] = {"revision": "r", "num_kv_heads": 1, "head_dim": 64}
+    generator = torch.Generator().manual_seed(1)
+    guides = [number for number, layer in enumerate(LAYERS) if layer.mode is GUIDE]
+    translates = [number for number, layer in enumerate(LAYERS) if layer.mode is TRANSLATE]
+    index = torch.arange(heads * 2).view(heads, 2) % SENDER_HEADS
+    return Plan(
+        name="p",
+        tokenizer_fingerprint="0" * 32,
+        chunk_tokens=CHUNK,
+        block=BLOCK,
+        sender=ModelSpec(name="s", num_layers=6, num_heads=SENDER_HEADS, **spec),
+        receiver=ModelSpec(name="r", num_layers=len(LAYERS), num_heads=heads, **spec),
+        layers=LAYERS,
+        head_map={layer: torch.rand(heads, SENDER_HEADS, generator=generator) for layer in guides},
+        head_index=dict.fromkeys(translates, index.int()),
+        head_weight={layer: torch.rand(heads, 2, generator=generator) for layer in translates},
+    )
+
+
+class _Step:
+    """Two prompts in one step: the first from its second chunk on, of which the end is not reused."""
+
+    def __init__(self, make_batch: Callable[..., Any], make_maps: Callable[..., Any]) -> None:
+        self.batch = make_batch((CHUNK, 3 * CHUNK - 20), (0, CHUNK + 30), group=2, kv_heads=1, sharpness=3.0)
+        self.plan = _plan(self.batch.query.shape[1])
+        self.maps: dict[int, list[list[AttentionMap]]] = {}
+        for layer in self.plan.map_layers:
+            self.maps[layer] = [
+                make_maps(first_chunk=first, end_chunk=end, heads=SENDER_HEADS, seed=10 * layer + first)
+                for first, end in ((1, 3), (0, 2))
+            ]
+        self.reads: list[tuple[int, int]] = []
+
+    def entries(self, tables: Sequence[torch.Tensor], *, with_maps: bool) -> list[EntryReuse]:
+        found = []
+        for entry, (segment, table) in enumerate(zip(self.batch.segments, tables)):
+            end = segment.row_end - 7
+            first = segment.row_begin // CHUNK
+            chunks = tuple(MappedChunk(index=first + i, key=b"k", extents=()) for i in range(2))
+            order = ReuseOrder(plan=0, row_begin=segment.row_begin, row_end=end, chunks=chunks)
+            row = BatchRow(
+                step=RequestStep(
+                    request_id=str(entry),
+                    row_begin=segment.row_begin,
+                    row_end=segment.row_end,
+                    num_prompt=segment.row_end,
+                    last_page=0,
+                    reuse=order,
+                ),
+                query_begin=segment.out_begin,
+                row_begin=segment.row_begin,
+                row_end=segment.row_end,
+                block_table=table,
+            )
+            maps = {layer: of_entries[entry] for layer, of_entries in self.maps.items()} if with_maps else {}
+            found.append(EntryReuse(entry=entry, row=row, plan=self.plan, maps=maps, ranges=[(segment.row_begin, end)]))
+        return found
+
+    def read(self, entry: EntryReuse, order: ReuseOrder, layer: int) -> MapRun:
+        """Both blobs behind each other in one buffer, as an arena has them."""
+        self.reads.append((entry.entry, layer))
+        maps = self.maps[layer][entry.entry]
+        sizes = [blob_num_bytes(one) for one in maps]
+        whole = bytearray(sum(sizes))
+        with memoryview(whole) as view:
+            write_blob(maps[0], view)
+            write_blob(maps[1], view[sizes[0] :])
+        data = torch.frombuffer(whole, dtype=torch.uint8)
+        blobs = list(data.split(sizes))
+        return MapRun(run=read_run([one.numpy().data for one in blobs], [0, 0]), blobs=blobs)
+
+    def layer_bytes(self) -> int:
+        """Of the largest sender layer, with its table."""
+        sizes = ([blob_num_bytes(one) for maps in layer for one in maps] for layer in self.maps.values())
+        return max(sum(one) + 32 * SENDER_HEADS * len(one) + 64 for one in sizes)
+
+    def kernels(self, staging_bytes: int) -> KernelReuse:
+        device = self.batch.device
+        entries = self.entries([one.block_table for one in self.batch.segments], with_maps=False)
+        rows = self.batch.num_rows
+        return KernelReuse(
+            entries,
+            num_rows=rows,
+            device=device,
+            staging=StagingBuffer(staging_bytes, device),
+            plans=DevicePlans(device),
+            read=self.read,
+        )
+
+
+@pytest.fixture
+def step(make_batch: Callable[..., Any], make_maps: Callable[..., Any]) -> _Step:
+    return _Step(make_batch, make_maps)
+
+
+def _run(reuse: KernelReuse, batch: Any) -> list[torch.Tensor]:
+    outs = []
+    for layer in range(len(LAYERS)):
+        reuse.prepare(layer)
+        outs.append(batch.poisoned())
+        reuse.attend(layer, batch.query, batch.kv, batch.scale, outs[-1])
+        reuse.finish(layer)
+    reuse.end()
+    return outs
+
+
+@pytest.mark.parametrize("layers", [7, 2], ids=["roomy", "tight"])
+def test_as_the_references(step: _Step, error_of: Callable[..., float], layers: int) -> None:
+    """Tight: the maps that two layers read, far apart, stay, and those of all others pass through the rest."""
+    batch = step.batch
+    reuse = step.kernels(layers * step.layer_bytes())
+    outs = _run(reuse, batch)
+    reference = StepReuse(step.entries([one.block_table for one in batch.host_segments], with_maps=True))
+    query = batch.query.cpu()
+    for layer, out in enumerate(outs):
+        wanted = torch.full_like(query, torch.nan)
+        reference.attend(layer, query, batch.host_kv, batch.scale, wanted)
+        assert torch.equal(out.cpu().isnan(), wanted.isnan())
+        if LAYERS[layer].mode is not Mode.COMPUTE:
+            bound = 5e-2 if LAYERS[layer].mode is TRANSLATE else 1e-2  # e4m3 values
+            assert error_of(out.cpu().nan_to_num(), wanted.nan_to_num()) < bound, layer
+    assert step.reads == [(entry, layer) for layer in (5, 1, 2, 3, 4) for entry in (0, 1)]
+    assert [dict(one.report.reasons) for one in reuse.entries] == [{}, {}]
+    assert reuse.entries[0].report.modes == {"static": 1, "guide": 4, "translate": 2}
+
+
+def test_less_room_than_one_layer_needs(step: _Step) -> None:
+    """Its layers are left to vLLM, and said so."""
+    reuse = step.kernels(20_000)
+    outs = _run(reuse, step.batch)
+    reused = [not bool(out.isnan().all()) for out in outs]
+    assert reused == [layer.mode in (Mode.STATIC,) for layer in LAYERS]
+    assert reuse.entries[0].report.reasons == {"staging_full": 5}
+
+
+def test_rows_that_nobody_measured(step: _Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request's layer is computed, the other's is reused."""
+    reuse = step.kernels(4 << 20)
+    read = step.read
+
+    def without(entry: EntryReuse, order: ReuseOrder, layer: int) -> MapRun | None:
+        found = read(entry, order, layer)
+        if entry.entry == 1 and layer == 5:
+            found.run.measured[0] = False
+        return None if (entry.entry, layer) == (0, 1) else found
+
+    for _, _, maps in reuse._groups:
+        monkeypatch.setattr(maps, "_read", without)
+    for layer in range(len(LAYERS)):
+        reuse.prepare(layer)
+        if layer:
+            expected = {2: {0}, 3: {1}, 5: {0}}.get(layer, {0, 1})
+            assert set(reuse.reused_entries(layer)) == expected
+        reuse.finish(layer)
+    assert reuse.entries[1].report.reasons == {"rows_missing": 1}
+    reuse.end()

@@ -1,0 +1,231 @@
+"""vLLM on a GPU: both model runners, eager and compiled with CUDA graphs, chunked prefill, several requests a step.
+
+The receiver's own answers without reuse are what `guide` at p = 1.0 must repeat. One sender and four receivers run side
+by side on one GPU, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("vllm")
+
+from mapflow.cli.demo.processes import Services, daemon_command, wait_ready  # noqa: E402
+from mapflow.cli.status import StatusError, fetch_stats  # noqa: E402
+from mapflow.connector.plan import Plan, load_plan, with_top_p  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAIR = EXAMPLES / "pair"
+VARIANTS = ("eager-v1", "eager-v2", "compiled-v1", "compiled-v2")
+LENGTHS = (3000, 1500, 700, 45, 1023)
+LOGPROB_TOLERANCE = 0.05  # bf16: another order of the same sums
+
+
+@dataclass(kw_only=True)
+class Engine:
+    """A process of `gpu_engine.py`."""
+
+    job: Path
+    process: subprocess.Popen[bytes]
+
+    def results(self) -> list[list[dict[str, Any]]]:
+        """Wait for its end; what it said on every batch."""
+        code = self.process.wait(400)
+        log = self.job.with_suffix(".log").read_text(errors="replace")
+        assert code == 0, log[-3000:]
+        found: list[list[dict[str, Any]]] = json.loads(self.job.with_suffix(".out.json").read_text())
+        return found
+
+    @property
+    def log(self) -> str:
+        """What it has logged."""
+        return self.job.with_suffix(".log").read_text(errors="replace")
+
+
+def _start(folder: Path, name: str, job: dict[str, Any], runner: str) -> Engine:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(job))
+    environment = {
+        **os.environ,
+        "VLLM_USE_V2_MODEL_RUNNER": runner,
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONSAFEPATH": "1",
+        "VLLM_CACHE_ROOT": str(folder / f"cache-{name}"),
+    }
+    with path.with_suffix(".log").open("wb") as log:
+        command = [sys.executable, str(Path(__file__).with_name("gpu_engine.py")), str(path)]
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    return Engine(job=path, process=process)
+
+
+def _prompts() -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(PAIR / "receiver" / "tokenizer.json"))
+    texts = [json.loads(line)["text"] for line in (EXAMPLES / "calibration.jsonl").read_text().splitlines()]
+    long = [ids for ids in (tokenizer.encode(text).ids for text in texts) if len(ids) >= max(LENGTHS)]
+    return [ids[:length] for ids, length in zip(long, LENGTHS, strict=False)]
+
+
+def _saved(plan: Plan, folder: Path, name: str) -> str:
+    path = folder / f"{name}.safetensors"
+    plan.save(path)
+    return str(path)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Batches of one receiver, by name; each holds an answer per prompt."""
+
+    batches: dict[str, list[dict[str, Any]]]
+    log: str
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, Outcome]]:
+    """By variant, and "plain": the receiver model without any connector."""
+    with tempfile.TemporaryDirectory(prefix="mapflow-") as name:
+        folder = Path(name)
+        guide, translate = (load_plan(PAIR / "plans" / f"{mode}.safetensors") for mode in ("guide", "translate"))
+        plans = [
+            _saved(with_top_p(guide, 1.0), folder, "whole"),
+            _saved(guide, folder, "sparse"),
+            _saved(translate, folder, "lossy"),
+        ]
+        endpoint = f"unix://{folder / 'mapflow.sock'}"
+        services = Services(logs=folder)
+        try:
+            daemon = services.start("daemon", daemon_command(endpoint, "256MiB"), endpoint=endpoint)
+            while wait_ready([daemon], time.monotonic() + 60.0):
+                time.sleep(0.1)
+            yield _run(folder, endpoint, plans)
+        finally:
+            services.stop()
+
+
+def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome]:
+    prompts = _prompts()
+    published = folder / "published"
+
+    def transfer(role: str, used: Sequence[str]) -> dict[str, Any]:
+        extra = {"endpoint": endpoint, "plan": list(used), "lookup_deadline_s": 2.0}
+        return {"kv_connector": "mapflow", "kv_role": role, "kv_connector_extra_config": extra}
+
+    def batch(mapflow: dict[str, Any] | None) -> dict[str, Any]:
+        return {"prompts": prompts, "mapflow": mapflow, "max_tokens": 8}
+
+    wanted: dict[str, dict[str, Any] | None] = {"exact": {"reuse": False}}
+    wanted |= {plan: {"plan": plan, "report": True} for plan in ("whole", "sparse", "lossy")}
+    chunked = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 16}
+    engines: dict[str, Engine] = {}
+    try:
+        for variant in VARIANTS:
+            mode, _, runner = variant.partition("-v")
+            job = {
+                "model": str(PAIR / "receiver"),
+                "transfer": transfer("kv_consumer", plans),
+                "engine": {**chunked, "enforce_eager": mode == "eager"},
+                "wait_for": str(published),
+                "batches": [batch(one) for one in wanted.values()],
+            }
+            engines[variant] = _start(folder, variant, job, str(int(runner) - 1))
+        common = {"engine": {**chunked, "enforce_eager": True}, "wait_for": None, "batches": [batch(None)]}
+        engines["plain"] = _start(folder, "plain", {"model": str(PAIR / "receiver"), "transfer": None, **common}, "1")
+        sender = {"model": str(PAIR / "sender"), "transfer": transfer("kv_producer", plans), **common}
+        engines["sender"] = _start(folder, "sender", sender, "0")
+        engines["sender"].results()
+        _wait_until_still(endpoint)
+        published.touch()
+        found = {}
+        for name, engine in engines.items():
+            names = ["exact"] if name in ("plain", "sender") else list(wanted)
+            found[name] = Outcome(batches=dict(zip(names, engine.results(), strict=True)), log=engine.log)
+        return found
+    finally:
+        for engine in engines.values():
+            engine.process.kill()
+        keep = os.environ.get("MAPFLOW_KEEP_LOGS")
+        for engine in engines.values() if keep else ():
+            (Path(keep) / engine.job.with_suffix(".log").name).write_text(engine.log)
+
+
+def _wait_until_still(endpoint: str) -> None:
+    deadline, before = time.monotonic() + 60.0, -1
+    while time.monotonic() < deadline:
+        try:
+            now = fetch_stats(endpoint).num_entries
+        except StatusError:
+            now = -1
+        if now == before > 0:
+            return
+        before = now
+        time.sleep(0.5)
+    raise AssertionError("the sender published nothing")
+
+
+def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Greedy tokens agree; where they part, the two tokens were as likely as each other in both."""
+    for number, (a, b) in enumerate(zip(left["token_ids"], right["token_ids"], strict=True)):
+        ours, theirs = left["logprobs"][number], right["logprobs"][number]
+        if a != b:
+            gaps = (abs(one[str(a)] - one[str(b)]) for one in (ours, theirs) if str(a) in one and str(b) in one)
+            return max(gaps, default=1.0) < LOGPROB_TOLERANCE
+        if abs(ours[str(a)] - theirs[str(a)]) > LOGPROB_TOLERANCE:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_guide_at_p_1_gives_plain_tokens(outcomes: dict[str, Outcome], variant: str) -> None:
+    found = outcomes[variant].batches
+    for number, length in enumerate(LENGTHS):
+        report = found["whole"][number]["report"]
+        assert report["reasons"] == {}, report
+        assert (report["reused_tokens"] >= length - 128) == (length > 128), report
+        assert _same(found["whole"][number], found["exact"][number]), number
+        assert _same(found["exact"][number], outcomes["plain"].batches["exact"][number]), number
+    assert found["whole"][0]["report"]["layers"] == {"guide": 4}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("plan", ["sparse", "lossy"])
+def test_approximate_plans_reuse_and_differ(outcomes: dict[str, Outcome], variant: str, plan: str) -> None:
+    """All variants reuse the same rows; what they compute is near the exact answer but not it."""
+    found = outcomes[variant].batches
+    modes = {"sparse": {"guide": 4}, "lossy": {"translate": 3}}[plan]
+    changed = 0
+    for number, length in enumerate(LENGTHS):
+        report = found[plan][number]["report"]
+        assert (report["reused_tokens"] >= length - 128) == (length > 128), report
+        if length > 128:
+            assert report["layers"] == modes
+            ours, exact = (found[name][number]["logprobs"][0] for name in (plan, "exact"))
+            changed += any(abs(ours[token] - exact[token]) > 1e-4 for token in ours.keys() & exact.keys())
+    assert changed > 0
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_went_wrong(outcomes: dict[str, Outcome], variant: str) -> None:
+    assert "Traceback" not in outcomes[variant].log
+    assert "runs without reuse" not in outcomes[variant].log
