@@ -76,7 +76,7 @@ class TileSet:
             raise ValueError("tiles.indptr: expected each head to begin where the one before it ends")
         if self.num_tiles == 0:
             return
-        row_starts = torch.zeros(self.num_tiles + 1, dtype=torch.bool, device=self.indices.device)
+        row_starts = torch.zeros(self.num_tiles + 1, dtype=torch.bool)
         row_starts[offsets] = True
         if bool((self.indices < 0).any()) or not bool(((self.indices.diff() > 0) | row_starts[1:-1]).all()):
             raise ValueError("tiles.indices: expected block columns of at least 0, ascending within each block row")

@@ -1,7 +1,7 @@
 """Reuse in one step on a GPU: maps staged ahead of the layers that read them, attention by the kernels.
 
-Stands in for `reuse.StepReuse`. Nothing here waits for the GPU or reads its memory back; what differs from step to step
-and not from layer to layer (row tables, static masks) is made once.
+Stands in for `reuse.StepReuse`. Nothing here waits for the GPU or reads its memory back, unless a request asked for a
+report; what differs from step to step and not from layer to layer (row tables, static masks) is made once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.vllm.batch import split_entry
+from mapflow.connector.vllm.kept_blocks import KeptBlocks
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, segment
 from mapflow.connector.vllm.staged_maps import ReadRun, StagedMaps
@@ -58,6 +59,7 @@ class KernelReuse(StepReuse):
         self._num_rows, self._device, self._staging, self._plans = num_rows, device, staging, plans
         self._rows: dict[tuple[int, ...], tuple[BlockRows, tuple[ChunkSpan, ...]]] = {}
         self._static: dict[tuple[tuple[int, ...], int, int], BlockIndex] = {}
+        self._counts = KeptBlocks()
         self._groups: list[tuple[Plan, list[EntryReuse], StagedMaps]] = []
         for plan in {id(one.plan): one.plan for one in entries}.values():
             of_plan = [one for one in entries if one.plan is plan]
@@ -77,7 +79,7 @@ class KernelReuse(StepReuse):
             for one in entries:
                 if of_layer.mode is Mode.COMPUTE or not one.ranges:
                     continue
-                if not of_layer.needs_map or (staged is not None and one.entry in staged.entries):
+                if not of_layer.needs_map or (staged is not None and one.entry in staged.runs):
                     found[one.entry] = (one, of_layer)
         return found
 
@@ -96,12 +98,14 @@ class KernelReuse(StepReuse):
                 assert staged is not None
                 heads, weights = (self._plans.tensor(plan, kind, layer) for kind in ("head_index", "head_weight"))
                 translate_attention(kv, rows, staged.table, head_index=heads, head_weight=weights, out=out)
+                self._counts.add_tiles(entries, staged.runs, plan.head_index[layer])
             else:
                 if staged is None:
                     index = self._static_index(entries, rows, of_layer, query.shape[1])
                 else:
                     index = self._guide_index(plan, of_layer, layer, staged.table, rows)
                 guide_attention(query, kv, rows, index, scale=scale, out=out)
+                self._counts.add_index(entries, rows, index)
             for one in entries:
                 one.report.modes[of_layer.mode.value] = one.report.modes.get(of_layer.mode.value, 0) + 1
 
@@ -111,8 +115,9 @@ class KernelReuse(StepReuse):
             maps.finish(layer)
 
     def end(self) -> None:
-        """The step is over, whatever came of it."""
+        """The step is over, whatever came of it. Waits for the GPU if a request asked for a report."""
         self._staging.consume_all()
+        self._counts.report()
 
     def _guide_index(self, plan: Plan, of_layer: LayerPlan, layer: int, table: MapTable, rows: BlockRows) -> BlockIndex:
         head_map = self._plans.tensor(plan, "head_map", layer)

@@ -20,7 +20,10 @@ class MappedChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReuseOrder:
-    """Reuse maps for prompt rows [row_begin, row_end) of a request, under plan number `plan` of the engine."""
+    """Reuse maps for prompt rows [row_begin, row_end) of a request, under plan number `plan` of the engine.
+
+    counted: the request asked for a report, so that kept blocks are counted even where that means waiting for a GPU.
+    """
 
     plan: int
     row_begin: int
@@ -28,6 +31,7 @@ class ReuseOrder:
     producer: str = ""
     lease: Lease | None = None
     chunks: tuple[MappedChunk, ...] = ()
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

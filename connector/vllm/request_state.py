@@ -72,7 +72,7 @@ class RequestState:
         """The order of a plan that reads no maps: all rows but the last block."""
         if self.plan_index is None or self.reuse_limit <= 0:
             return None
-        return ReuseOrder(plan=self.plan_index, row_begin=0, row_end=self.reuse_limit)
+        return ReuseOrder(plan=self.plan_index, row_begin=0, row_end=self.reuse_limit, counted=self.wants_report)
 
     def mapped_order(self, chunks: Sequence[MappedChunk], producer: str) -> ReuseOrder | None:
         """The order over a run of leased chunks."""
@@ -89,6 +89,7 @@ class RequestState:
             producer=producer,
             lease=self.lease,
             chunks=tuple(chunks),
+            counted=self.wants_report,
         )
 
     def order_for_rows(self, row_begin: int, row_end: int) -> ReuseOrder | None:

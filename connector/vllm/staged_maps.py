@@ -6,7 +6,7 @@ does not cover the rows or finds no room is left out of its layer, and the reque
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ class StagedLayer:
 
     region: Region
     table: MapTable
-    entries: frozenset[int]
+    runs: Mapping[int, MapRun]  # by entry
 
 
 class StagedMaps:
@@ -118,7 +118,7 @@ class StagedMaps:
             chunk_blocks=first.chunk_blocks,
             tile_dtype=first.tile_dtype,
         )
-        return StagedLayer(region, table, frozenset(runs))
+        return StagedLayer(region, table, runs)
 
 
 def covers(found: MapRun, ranges: Sequence[tuple[int, int]]) -> bool:

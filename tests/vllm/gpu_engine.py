@@ -19,7 +19,13 @@ def main() -> None:
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
     options: dict[str, Any] = {"kv_transfer_config": job["transfer"]} if job["transfer"] else {}
-    engine = LLM(model=job["model"], dtype="bfloat16", gpu_memory_utilization=0.05, **job["engine"], **options)
+    engine = LLM(
+        model=job["model"],
+        gpu_memory_utilization=0.05,
+        kv_cache_memory_bytes=1 << 30,
+        **job["engine"],
+        **options,
+    )
     while job["wait_for"] and not Path(job["wait_for"]).exists():
         time.sleep(0.05)
     results = []

@@ -37,7 +37,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIR = EXAMPLES / "pair"
 VARIANTS = ("eager-v1", "eager-v2", "compiled-v1", "compiled-v2")
 LENGTHS = (3000, 1500, 700, 45, 1023)
-LOGPROB_TOLERANCE = 0.05  # bf16: another order of the same sums
+DTYPES = {"eager": "bfloat16", "compiled": "float16"}
+TOLERANCES = {"bfloat16": 0.2, "float16": 0.03}  # of log-probabilities: a few steps of a logit between 8 and 16
 
 
 @dataclass(kw_only=True)
@@ -145,12 +146,13 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
             job = {
                 "model": str(PAIR / "receiver"),
                 "transfer": transfer("kv_consumer", plans),
-                "engine": {**chunked, "enforce_eager": mode == "eager"},
+                "engine": {**chunked, "enforce_eager": mode == "eager", "dtype": DTYPES[mode]},
                 "wait_for": str(published),
                 "batches": [batch(one) for one in wanted.values()],
             }
             engines[variant] = _start(folder, variant, job, str(int(runner) - 1))
-        common = {"engine": {**chunked, "enforce_eager": True}, "wait_for": None, "batches": [batch(None)]}
+        eager = {**chunked, "enforce_eager": True, "dtype": DTYPES["eager"]}
+        common = {"engine": eager, "wait_for": None, "batches": [batch(None)]}
         engines["plain"] = _start(folder, "plain", {"model": str(PAIR / "receiver"), "transfer": None, **common}, "1")
         sender = {"model": str(PAIR / "sender"), "transfer": transfer("kv_producer", plans), **common}
         engines["sender"] = _start(folder, "sender", sender, "0")
@@ -184,45 +186,58 @@ def _wait_until_still(endpoint: str) -> None:
     raise AssertionError("the sender published nothing")
 
 
-def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+def _reused(length: int) -> int:
+    """Rows of a prompt that are reused: whole chunks, without the block of the last token."""
+    return min(length // 128 * 128, (length - 1) // 64 * 64)
+
+
+def _same(left: dict[str, Any], right: dict[str, Any], tolerance: float) -> bool:
     """Greedy tokens agree; where they part, the two tokens were as likely as each other in both."""
     for number, (a, b) in enumerate(zip(left["token_ids"], right["token_ids"], strict=True)):
         ours, theirs = left["logprobs"][number], right["logprobs"][number]
         if a != b:
             gaps = (abs(one[str(a)] - one[str(b)]) for one in (ours, theirs) if str(a) in one and str(b) in one)
-            return max(gaps, default=1.0) < LOGPROB_TOLERANCE
-        if abs(ours[str(a)] - theirs[str(a)]) > LOGPROB_TOLERANCE:
+            return max(gaps, default=1.0) < tolerance
+        if abs(ours[str(a)] - theirs[str(a)]) > tolerance:
             return False
     return True
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_guide_at_p_1_gives_plain_tokens(outcomes: dict[str, Outcome], variant: str) -> None:
-    found = outcomes[variant].batches
+    found, dtype = outcomes[variant].batches, DTYPES[variant.partition("-")[0]]
     for number, length in enumerate(LENGTHS):
-        report = found["whole"][number]["report"]
-        assert report["reasons"] == {}, report
-        assert (report["reused_tokens"] >= length - 128) == (length > 128), report
-        assert _same(found["whole"][number], found["exact"][number]), number
-        assert _same(found["exact"][number], outcomes["plain"].batches["exact"][number]), number
-    assert found["whole"][0]["report"]["layers"] == {"guide": 4}
+        whole, exact = found["whole"][number], found["exact"][number]
+        assert whole["report"]["reused_tokens"] == _reused(length)
+        if _reused(length):
+            assert whole["report"]["reasons"] == {} and whole["report"]["layers"] == {"guide": 4}
+            assert whole["report"]["density"] == 1.0
+        assert _same(whole, exact, TOLERANCES[dtype]), number
+        if dtype == DTYPES["eager"]:
+            assert _same(exact, outcomes["plain"].batches["exact"][number], TOLERANCES[dtype]), number
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("plan", ["sparse", "lossy"])
-def test_approximate_plans_reuse_and_differ(outcomes: dict[str, Outcome], variant: str, plan: str) -> None:
-    """All variants reuse the same rows; what they compute is near the exact answer but not it."""
+@pytest.mark.parametrize(("plan", "modes"), [("sparse", {"guide": 4}), ("lossy", {"translate": 3})])
+def test_approximate_plans(outcomes: dict[str, Outcome], variant: str, plan: str, modes: dict[str, int]) -> None:
+    """They reuse the same rows in less than all blocks, and translation shows: it is further off than rounding."""
     found = outcomes[variant].batches
-    modes = {"sparse": {"guide": 4}, "lossy": {"translate": 3}}[plan]
-    changed = 0
     for number, length in enumerate(LENGTHS):
         report = found[plan][number]["report"]
-        assert (report["reused_tokens"] >= length - 128) == (length > 128), report
-        if length > 128:
-            assert report["layers"] == modes
-            ours, exact = (found[name][number]["logprobs"][0] for name in (plan, "exact"))
-            changed += any(abs(ours[token] - exact[token]) > 1e-4 for token in ours.keys() & exact.keys())
-    assert changed > 0
+        assert report["reused_tokens"] == _reused(length)
+        if _reused(length):
+            assert report["layers"] == modes and 0.0 < report["density"] < 1.0
+    if plan == "lossy":
+        assert _distance(found["lossy"], found["exact"]) > 2 * _distance(found["whole"], found["exact"])
+
+
+def _distance(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> float:
+    """Mean difference of the first token's log-probabilities, over prompts."""
+    found = []
+    for one, other in zip(left, right, strict=True):
+        ours, theirs = one["logprobs"][0], other["logprobs"][0]
+        found += [abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()]
+    return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

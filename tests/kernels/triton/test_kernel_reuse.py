@@ -73,7 +73,7 @@ class _Step:
             end = segment.row_end - 7
             first = segment.row_begin // CHUNK
             chunks = tuple(MappedChunk(index=first + i, key=b"k", extents=()) for i in range(2))
-            order = ReuseOrder(plan=0, row_begin=segment.row_begin, row_end=end, chunks=chunks)
+            order = ReuseOrder(plan=0, row_begin=segment.row_begin, row_end=end, chunks=chunks, counted=entry == 0)
             row = BatchRow(
                 step=RequestStep(
                     request_id=str(entry),
@@ -157,7 +157,11 @@ def test_as_the_references(step: _Step, error_of: Callable[..., float], layers: 
             assert error_of(out.cpu().nan_to_num(), wanted.nan_to_num()) < bound, layer
     assert step.reads == [(entry, layer) for layer in (5, 1, 2, 3, 4) for entry in (0, 1)]
     assert [dict(one.report.reasons) for one in reuse.entries] == [{}, {}]
-    assert reuse.entries[0].report.modes == {"static": 1, "guide": 4, "translate": 2}
+    counted, not_counted = (one.report for one in reuse.entries)
+    assert counted.modes == {"static": 1, "guide": 4, "translate": 2}
+    same = reference.entries[0].report
+    assert (counted.kept_blocks, counted.causal_blocks) == (same.kept_blocks, same.causal_blocks)
+    assert not_counted.causal_blocks == 0
 
 
 def test_less_room_than_one_layer_needs(step: _Step) -> None:
