@@ -9,7 +9,7 @@
 Values only: nothing here computes attention, reads a cache, or knows the wire format (`blob.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -144,6 +144,14 @@ class AttentionMap:
             last_columns = torch.repeat_interleave(diagonal.reshape(-1), counts.reshape(-1))
             if bool((self.tiles.indices > last_columns).any()):
                 raise ValueError("tiles.indices: expected no block above the causal diagonal")
+
+    def to(self, device: torch.device) -> "AttentionMap":
+        """The same map on a device."""
+        tiles = self.tiles
+        if tiles is not None:
+            moved = (one.to(device) for one in (tiles.indptr, tiles.indices, tiles.values))
+            tiles = TileSet(**dict(zip(("indptr", "indices", "values"), moved)))
+        return replace(self, mass=self.mass.to(device), row_counts=self.row_counts.to(device), tiles=tiles)
 
     @property
     def num_heads(self) -> int:

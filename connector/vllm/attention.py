@@ -69,7 +69,11 @@ class ReusingAttention:
         if number is None or kv is None or not compat.is_plain_attention(self, attn_metadata):
             reason = "layer_name" if number is None else "attention_type" if kv is not None else "kv_layout"
             worker.skip_layer(reason, layer.layer_name)
-            return plain(query, attn_metadata, output)
+            if kv is None or number is None:  # a layer whose queries are always there
+                return plain(query, attn_metadata, output)
+            self._compute(worker, number, query, kv, attn_metadata, output, plain)
+            return output
+        worker.queries.eligible.add(number)
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
         try:
@@ -81,9 +85,25 @@ class ReusingAttention:
             worker.drop_reuse("internal")
             done = False
         if not done:
-            plain(query, attn_metadata, output)
+            self._compute(worker, number, query, kv, attn_metadata, output, plain)
         self._measure(worker, number, rows, kv)
         return output
+
+    def _compute(
+        self,
+        worker: MapWorker,
+        number: int,
+        query: torch.Tensor,
+        kv: PagedKV,
+        metadata: Any,
+        output: torch.Tensor,
+        plain: Plain,
+    ) -> None:
+        """The whole batch as vLLM does, and rows whose queries were not computed by translation all the same."""
+        plain(query, metadata, output)
+        if worker.queries.lacks(number):
+            out = output.view(output.shape[0], self.num_heads, self.head_size)[: metadata.num_actual_tokens]
+            worker.queries.attend(number, query[: metadata.num_actual_tokens], kv, self.scale, out)
 
     def _reuse(
         self,

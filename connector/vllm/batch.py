@@ -134,3 +134,15 @@ def split_entry(
         position = end
     cut(position, row_end, outside)
     return inside, outside
+
+
+def gaps(ranges: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+    """What disjoint `ranges` leave of [0, end), ascending."""
+    found, position = [], 0
+    for begin, stop in sorted(ranges):
+        if begin > position:
+            found.append((position, begin))
+        position = stop
+    if end > position:
+        found.append((position, end))
+    return found

@@ -5,9 +5,10 @@ A mistake here never stops an engine: the caller logs the one line of `ConfigErr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mapflow.connector.namespace import KeyHash, Namespace
 from mapflow.connector.plan import Plan, PlanError, load_plan
@@ -36,6 +37,7 @@ class ConnectorConfig:
         publish_queue: chunks that may wait to be published; more are dropped and counted.
         staging_bytes: GPU memory that maps are copied into ahead of their layers; 0 for what the plans need as a rule
             (256 MiB for guide, 2 GiB with translate). It comes on top of vLLM's `gpu_memory_utilization`.
+        skip_queries: whether rows that `translate` reuses go without their Q projection.
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -49,6 +51,7 @@ class ConnectorConfig:
     lease_s: float = 60.0
     publish_queue: int = 1024
     staging_bytes: int = 0
+    skip_queries: bool = True
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -74,7 +77,7 @@ class ConnectorConfig:
         Raises:
             ConfigError: an unknown key, or a value of the wrong kind.
         """
-        readers = {
+        readers: dict[str, Callable[[Any], object]] = {
             "endpoint": str,
             "tenant": str,
             "key_hash": KeyHash,
@@ -85,6 +88,7 @@ class ConnectorConfig:
             "lease_s": float,
             "publish_queue": int,
             "staging_bytes": int,
+            "skip_queries": _boolean,
         }
         values: dict[str, object] = {}
         for key, value in extra.items():
@@ -130,3 +134,9 @@ class ConnectorConfig:
             key_hash=self.key_hash,
         )
         return replace(base, chunk_tokens=plans[0].chunk_tokens, block=plans[0].block) if plans else base
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected true or false")
+    return value

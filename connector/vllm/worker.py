@@ -19,6 +19,7 @@ from mapflow.connector.plan import Plan
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.batch import BatchRow, RowRange, locate, split_entry
 from mapflow.connector.vllm.capture import Capture, FinishedMap
+from mapflow.connector.vllm.left_out_queries import LeftOutQueries
 from mapflow.connector.vllm.map_reader import MapReader, MapRun, UnusableMap
 from mapflow.connector.vllm.messages import RequestStep, ReuseOrder, ReuseReport
 from mapflow.connector.vllm.publisher import Publisher
@@ -65,6 +66,7 @@ class MapWorker:
         self._step_wants: Mapping[int, LayerWant] = {}
         self._finished: list[FinishedMap] = []
         self._cache: dict[Hashable, Any] = {}
+        self.queries = LeftOutQueries(self._reader)
 
     # --- called by the connector -------------------------------------------------------------------------------------
 
@@ -74,6 +76,7 @@ class MapWorker:
         self._reuse.end()  # where a step did not come to its end
         self._reuse = StepReuse([])
         self._cache = {}
+        self.queries.begin_step()
         if self._capture is not None:
             for request_id in ended:
                 self._capture.end(request_id)
@@ -146,6 +149,23 @@ class MapWorker:
             elif end > begin:
                 outside.append(RowRange(entry=entry, query_begin=begin, row_begin=0, row_end=end - begin))
         return frozenset(reused), outside
+
+    def rows_with_queries(self, layer: int, num_rows: int) -> list[tuple[int, int]] | None:
+        """Ascending ranges of the batch's rows whose queries somebody reads in this layer; None for all of them.
+
+        num_rows: rows of the batch, padding included.
+        """
+        rows = self._rows
+        if rows is None or self._query_start[-1] > num_rows:
+            return None
+        if layer in self._step_wants and any(row.step.capture for row in rows.values()):
+            return None
+        needed = self.queries.needed(self._reuse, layer, num_rows)
+        if needed is not None:
+            self.counters.add(
+                "projection", "rows_without_queries", num_rows - sum(end - begin for begin, end in needed)
+            )
+        return needed
 
     def cached(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """A value that is made once a step."""

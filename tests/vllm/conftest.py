@@ -112,7 +112,7 @@ def cluster() -> Iterator[Cluster]:
             "plain": ("receiver", None, [], CHUNKED),
             "sender": ("sender", "kv_producer", [whole, lossy], CHUNKED),
             "receiver": ("receiver", "kv_consumer", plans, CHUNKED),
-            "second": ("receiver", "kv_consumer", [sparse], ()),
+            "second": ("receiver", "kv_consumer", [sparse, lossy], ()),
             "cramped": ("receiver", "kv_consumer", [whole], (*CHUNKED, *CRAMPED)),
         }
         servers: dict[str, Server] = {}
@@ -122,6 +122,7 @@ def cluster() -> Iterator[Cluster]:
                 port = free_port()
                 # a look-up may wait for a core of this small machine: the deadline is not what is tested here
                 extra: dict[str, object] = {"endpoint": endpoint, "plan": used, "lookup_deadline_s": 2.0}
+                extra["skip_queries"] = server != "second"
                 command = server_command(PAIR / model, port, role or "kv_both", extra, options)
                 if role is None:
                     place = command.index("--kv-transfer-config")

@@ -101,6 +101,21 @@ def test_opting_out_after_lossy_reuse_is_exact(cluster, texts) -> None:
     assert again.cached_tokens > 2900, "exact requests share exact KV"
 
 
+def test_rows_without_queries_change_nothing(cluster, texts) -> None:
+    """The receiver leaves out the queries of translated rows, the second one computes them all."""
+    prompt = texts[3][100:3300]
+    cluster.publish(prompt)
+    lossy = {"plan": "lossy", "report": True}
+    found = [
+        one.complete(prompt, max_tokens=2, mapflow=lossy, logprobs=True) for one in (cluster.receiver, cluster.second)
+    ]
+    assert found[0].report["reused_tokens"] == found[1].report["reused_tokens"] >= 2900
+    assert found[0].logprobs == pytest.approx(found[1].logprobs, abs=1e-3)
+    rows = "projection[rows_without_queries]="
+    cluster.until(lambda: rows in cluster.log("receiver"), "the receiver's counters", timeout_s=90.0)
+    assert rows not in cluster.log("second")
+
+
 def test_guide_is_closer_than_translate(cluster, texts) -> None:
     prompt = texts[2][:3300]
     cluster.publish(prompt)
