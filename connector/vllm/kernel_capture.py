@@ -14,7 +14,7 @@ What finds no room in the buffer is left out of its maps and counted (`publish_d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -23,8 +23,9 @@ from mapflow.connector.counters import Counters
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.capture import FinishedMap
 from mapflow.connector.vllm.capture_buffer import CaptureBuffer
+from mapflow.connector.vllm.capture_spans import LayerState, Span, next_span, parts_of
 from mapflow.connector.vllm.capture_states import CaptureStates
-from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Part, Piece
+from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Piece
 from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import quantise_mass
 from mapflow.kernels.block_rows import BlockRows
@@ -43,45 +44,6 @@ Defer = Callable[[Callable[[], None]], bool]
 """Runs a job on the publisher's thread, in order; False if it has too many waiting."""
 
 
-@dataclass(slots=True)
-class _LayerState:
-    """One request at one layer: rows [begin, end) of the unfinished block row, and the parts of unfinished chunks.
-
-    partial: of those rows, float32 [num_heads, columns] sums of probabilities; or if `tiled` their queries
-    [rows, num_heads, head_dim]. Never changed in place.
-    """
-
-    partial: torch.Tensor | None = None
-    tiled: bool = False
-    begin: int = 0
-    end: int = 0
-    parts: dict[int, list[Part]] = field(default_factory=dict)
-
-    def copy(self) -> _LayerState:
-        """One that goes its own way."""
-        parts = {chunk: list(parts) for chunk, parts in self.parts.items()}
-        return _LayerState(partial=self.partial, tiled=self.tiled, begin=self.begin, end=self.end, parts=parts)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Span:
-    """Rows [first, end) of a request, of which those before `fresh` are its state's partial; `first` begins a block."""
-
-    row: BatchRow
-    state: _LayerState
-    first: int
-    fresh: int
-    end: int
-
-    def whole(self, block: int) -> int:
-        """Block rows that are complete now."""
-        return (self.end - self.first) // block
-
-    def at(self, token: int) -> int:
-        """Where a fresh row lies in the batch."""
-        return self.row.query_begin + token - self.row.row_begin
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tables:
     """What all layers with the same rows share in a step. slots: first mass row of each segment."""
@@ -91,6 +53,21 @@ class _Tables:
     slots: list[int]
     row_lse: torch.Tensor
     line_of_slot: torch.Tensor
+
+    def no_mass(self) -> torch.Tensor:
+        """float32 zeros [mass rows, num_heads, columns]."""
+        shape = (self.tasks.measured.shape[0], self.row_lse.shape[0], self.rows.num_columns)
+        return torch.zeros(shape, device=self.rows.device)
+
+    def layout(self, tile_dtype: torch.dtype | None) -> Layout:
+        """Of a piece with these rows."""
+        return Layout(
+            num_rows=self.tasks.measured.shape[0],
+            num_heads=self.row_lse.shape[0],
+            num_columns=self.rows.num_columns,
+            block=self.rows.block,
+            tile_dtype=tile_dtype,
+        )
 
 
 class KernelCapture:
@@ -102,7 +79,7 @@ class KernelCapture:
         """buffer: where results wait for `defer`'s thread to fetch them."""
         self._chunk_tokens, self._block = chunk_tokens, block
         self._buffer, self._defer, self._counters = buffer, defer, counters
-        self._states = CaptureStates(_LayerState)
+        self._states = CaptureStates(LayerState)
         self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
         self._head_masks: dict[tuple[int, ...] | None, torch.Tensor] = {}
 
@@ -123,7 +100,8 @@ class KernelCapture:
             id(row): self._states.state(row.step.request_id, layer, resume=row.step.resume, keep=row.step.keep)
             for row in rows
         }
-        spans = [span for row in rows if (span := self._span(row, states[id(row)], tiled)) is not None]
+        sizes = (self._chunk_tokens, self._block)
+        spans = [span for row in rows if (span := next_span(row, states[id(row)], tiled, *sizes)) is not None]
         if spans and tiled:
             self._measure_tiles(spans, want, query, kv, scale)
         elif spans:
@@ -142,79 +120,49 @@ class KernelCapture:
                     done.append(FinishedMap(chunk=chunk, layer=layer, map=pending))
         return done
 
-    def _span(self, row: BatchRow, state: _LayerState, tiled: bool) -> _Span | None:
-        """What of a request's rows is new; rows that the engine runs again are not measured again."""
-        chunks = row.step.capture
-        begin = max(chunks[0].index * self._chunk_tokens, row.row_begin)
-        end = min((chunks[-1].index + 1) * self._chunk_tokens, row.row_end)
-        if state.partial is not None and state.tiled == tiled and state.begin <= begin <= state.end:
-            first, fresh = state.begin, state.end
-        else:
-            state.partial = None
-            first = fresh = -(-begin // self._block) * self._block
-        return _Span(row=row, state=state, first=first, fresh=fresh, end=end) if fresh < end else None
-
     def _measure_masses(
-        self, spans: Sequence[_Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
+        self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
     ) -> None:
-        segments = [_segment(span, span.fresh, span.end, span.at(span.fresh)) for span in spans]
+        segments = [span.segment(span.fresh, span.end, span.at(span.fresh)) for span in spans]
         tables = self._tables_of(segments, query, kv)
-        num_rows, num_heads = tables.tasks.measured.shape[0], query.shape[1]
-        mass = torch.zeros(num_rows, num_heads, tables.rows.num_columns, device=query.device)
+        mass = tables.no_mass()
         for span, slot in zip(spans, tables.slots):
             if span.first < span.fresh:
-                assert span.state.partial is not None
-                mass[slot, :, : span.state.partial.shape[1]] = span.state.partial
+                mass[slot, :, : span.partial.shape[1]] = span.partial
         block_masses(query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse)
         for span, slot in zip(spans, tables.slots):
-            begin = span.first + span.whole(self._block) * self._block
-            last = slot + span.whole(self._block)
+            begin = span.whole_end
+            last = slot + span.num_whole
             partial = mass[last, :, : begin // self._block + 1].clone() if begin < span.end else None
-            _keep(span, partial, tiled=False, begin=begin)
-        layout = Layout(
-            num_rows=num_rows,
-            num_heads=num_heads,
-            num_columns=tables.rows.num_columns,
-            block=self._block,
-            tile_dtype=None,
-        )
-        if any(span.whole(self._block) for span in spans):
-            self._store(spans, tables, layout, want, mass, None)
+            span.keep(partial, tiled=False)
+        if any(span.num_whole for span in spans):
+            self._store(spans, tables, tables.layout(None), want, mass, None)
 
     def _measure_tiles(
-        self, spans: Sequence[_Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
+        self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
     ) -> None:
-        block = self._block
-        whole = [span for span in spans if span.whole(block)]
-        ends = [span.first + span.whole(block) * block for span in whole]
+        whole = [span for span in spans if span.num_whole]
+        ends = [span.whole_end for span in whole]
         if any(span.first < span.fresh for span in whole):
             runs: list[torch.Tensor] = []
             for span, end in zip(whole, ends):
-                runs += [_kept_queries(span)] if span.first < span.fresh else []
+                runs += [span.partial] if span.first < span.fresh else []
                 runs.append(query[span.at(span.fresh) : span.at(end)])
             lengths = [end - span.first for span, end in zip(whole, ends)]
             places = list(accumulate(lengths[:-1], initial=0))
             own_query = torch.cat(runs)
         else:
             places, own_query = [span.at(span.first) for span in whole], query
-        segments = [_segment(span, span.first, end, place) for span, end, place in zip(whole, ends, places)]
+        segments = [span.segment(span.first, end, place) for span, end, place in zip(whole, ends, places)]
         for span in spans:
-            begin = span.first + span.whole(block) * block
+            begin = span.whole_end
             fresh = query[span.at(max(span.fresh, begin)) : span.at(span.end)]
-            kept = [_kept_queries(span)] if span.fresh > begin else []
-            _keep(span, torch.cat([*kept, fresh]) if begin < span.end else None, tiled=True, begin=begin)
+            kept = [span.partial] if span.fresh > begin else []
+            span.keep(torch.cat([*kept, fresh]) if begin < span.end else None, tiled=True)
         if not whole:
             return
         tables = self._tables_of(segments, own_query, kv)
-        num_rows, num_heads = tables.tasks.measured.shape[0], query.shape[1]
-        layout = Layout(
-            num_rows=num_rows,
-            num_heads=num_heads,
-            num_columns=tables.rows.num_columns,
-            block=block,
-            tile_dtype=TILE_DTYPE_BY_NAME[want.tile_dtype],
-        )
-        mass = torch.zeros(num_rows, num_heads, tables.rows.num_columns, device=query.device)
+        layout, mass = tables.layout(TILE_DTYPE_BY_NAME[want.tile_dtype]), tables.no_mass()
         block_masses(own_query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, key_dtype=None)
 
         def store(data: torch.Tensor) -> None:
@@ -224,7 +172,7 @@ class KernelCapture:
 
     def _store(
         self,
-        spans: Sequence[_Span],
+        spans: Sequence[Span],
         tables: _Tables,
         layout: Layout,
         want: LayerWant,
@@ -232,7 +180,7 @@ class KernelCapture:
         store_tiles_in: Callable[[torch.Tensor], None] | None,
     ) -> None:
         """Put the whole block rows of `spans` into the buffer, for the publisher's thread to fetch. `mass` is spent."""
-        parts = [part for span, slot in zip(spans, tables.slots) for part in self._parts(span, slot)]
+        parts = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
         tile_room = 0
         if layout.tile_dtype is not None:
             num_wanted = layout.num_heads if want.heads is None else len(want.heads)
@@ -296,20 +244,6 @@ class KernelCapture:
             offsets=offsets.index_select(0, slot_of_line),
         )
 
-    def _parts(self, span: _Span, slot: int) -> list[tuple[_Span, int, Part]]:
-        """A span's whole block rows, chunk by chunk."""
-        found = []
-        end = span.first + span.whole(self._block) * self._block
-        for chunk in range(span.first // self._chunk_tokens, -(-end // self._chunk_tokens)):
-            low, high = max(span.first, chunk * self._chunk_tokens), min(end, (chunk + 1) * self._chunk_tokens)
-            part = Part(
-                first_block_row=low // self._block,
-                num_rows=(high - low) // self._block,
-                slot=slot + (low - span.first) // self._block,
-            )
-            found.append((span, chunk, part))
-        return found
-
     def _tables_of(self, segments: Sequence[RowSegment], query: torch.Tensor, kv: PagedKV) -> _Tables:
         places = ((id(one.block_table), one.row_begin, one.row_end, one.out_begin) for one in segments)
         key = ((*query.shape[:2], kv.num_kv_heads), *places)
@@ -334,19 +268,3 @@ class KernelCapture:
             mask = torch.tensor([float(head in wanted) for head in range(num_heads)])
             self._head_masks[want.heads] = upload(mask, self._buffer.device)
         return self._head_masks[want.heads]
-
-
-def _segment(span: _Span, begin: int, end: int, out_begin: int) -> RowSegment:
-    return RowSegment(row_begin=begin, row_end=end, out_begin=out_begin, block_table=span.row.block_table)
-
-
-def _kept_queries(span: _Span) -> torch.Tensor:
-    """Of rows [first, fresh)."""
-    assert span.state.partial is not None
-    return span.state.partial
-
-
-def _keep(span: _Span, partial: torch.Tensor | None, *, tiled: bool, begin: int) -> None:
-    """The unfinished block row of a span, from row `begin` on, for the next step."""
-    state = span.state
-    state.partial, state.tiled, state.begin, state.end = partial, tiled, begin, span.end
