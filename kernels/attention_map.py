@@ -30,6 +30,11 @@ def encode_mass(mass: torch.Tensor) -> torch.Tensor:
     low, high = (float(bound) for bound in mass.aminmax())
     if not (low >= 0.0 and high <= 1.001):  # also false for NaN
         raise ValueError(f"mass: expected values in [0, 1], got minimum {low} and maximum {high}")
+    return quantise_mass(mass)
+
+
+def quantise_mass(mass: torch.Tensor) -> torch.Tensor:
+    """As `encode_mass` without the check, which would wait for an accelerator; what NaN becomes is undefined."""
     return mass.clamp(max=1.0).float().sqrt_().mul_(255.0).round_().to(torch.uint8)
 
 

@@ -8,6 +8,7 @@ import triton
 from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.schedule import Schedules
 from mapflow.kernels.tensor_check import check_int
+from mapflow.kernels.upload import upload
 
 STACKED_ROWS = 128  # of a task, all heads of a group together
 
@@ -59,7 +60,7 @@ class MassTasks:
             rows=rows,
             row_stride=row_stride,
             group=group,
-            table=torch.tensor(tasks, dtype=torch.int32).view(-1, 8).to(rows.device, non_blocking=True),
+            table=upload(torch.tensor(tasks, dtype=torch.int32).view(-1, 8), rows.device),
             measured=torch.tensor(measured, dtype=torch.int32),
             schedules=Schedules([task[0] * row_stride // rows.block + 1 for task in tasks], rows.device),
         )

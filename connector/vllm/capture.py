@@ -6,12 +6,14 @@ then its queries are kept, at most `block - 1` rows a layer. Nothing here change
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from mapflow.connector.vllm.batch import BatchRow
+from mapflow.connector.vllm.capture_states import CaptureStates
 from mapflow.connector.vllm.messages import CapturedChunk
 from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import AttentionMap
@@ -19,7 +21,49 @@ from mapflow.kernels.compress_reference import CompressedRows, assemble_chunk, c
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 
-UNFINISHED_CAPTURES = 16  # requests whose unfinished last chunk is kept for the next turn
+
+class PendingMap(Protocol):
+    """A map that is still being copied from a GPU."""
+
+    def attention_map(self) -> AttentionMap | None:
+        """The map, on the host; None if nothing of it was measured after all. For the publisher's thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedMap:
+    """A map that is ready to be published, or will be."""
+
+    chunk: CapturedChunk
+    layer: int
+    map: AttentionMap | PendingMap
+
+
+class StepCapture(Protocol):
+    """Measures the rows of a step, layer by layer."""
+
+    def begin_step(self) -> None:
+        """A step begins; what was made for the last one's batch is of no use any more."""
+        ...
+
+    def end(self, request_id: str) -> None:
+        """A request ended: keep what the next turn can go on from, drop the rest."""
+        ...
+
+    def measure(
+        self, layer: int, want: LayerWant, rows: Sequence[BatchRow], query: torch.Tensor, kv: PagedKV, scale: float
+    ) -> list[FinishedMap]:
+        """Take in one step's rows at one layer; returns the chunks that are complete now.
+
+        Args:
+            layer: sender layer, from 0.
+            want: which heads, and whether tiles.
+            rows: the requests with chunks to capture, and their places in the batch.
+            query: float [num_tokens, num_heads, head_dim], the whole batch.
+            kv: the layer's paged keys, those of this step included.
+            scale: factor of the scores.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -39,53 +83,35 @@ class _LayerCapture:
         return _LayerCapture(tail=self.tail, tail_begin=self.tail_begin, parts=parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedMap:
-    """A map that is ready to be published."""
-
-    chunk: CapturedChunk
-    layer: int
-    map: AttentionMap
-
-
 class Capture:
     """The captures of all requests of a worker that are under way."""
 
     def __init__(self, *, chunk_tokens: int, block: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._block = block
-        self._layers: dict[str, dict[int, _LayerCapture]] = {}
-        self._names: dict[str, bytes] = {}
-        self._unfinished: OrderedDict[bytes, dict[int, _LayerCapture]] = OrderedDict()
+        self._states = CaptureStates(_LayerCapture)
+
+    def begin_step(self) -> None:
+        """Nothing is kept for a step."""
 
     def end(self, request_id: str) -> None:
-        """A request ended: keep what the next turn can go on from, drop the rest."""
-        layers, name = self._layers.pop(request_id, None), self._names.pop(request_id, b"")
-        if layers and name:
-            self._unfinished[name] = layers
-            self._unfinished.move_to_end(name)
-            while len(self._unfinished) > UNFINISHED_CAPTURES:
-                self._unfinished.popitem(last=False)
+        """As `StepCapture.end`."""
+        self._states.end(request_id)
+
+    def measure(
+        self, layer: int, want: LayerWant, rows: Sequence[BatchRow], query: torch.Tensor, kv: PagedKV, scale: float
+    ) -> list[FinishedMap]:
+        """As `StepCapture.measure`."""
+        return [item for row in rows for item in self.add(layer, want, row, query, kv, scale)]
 
     def add(
         self, layer: int, want: LayerWant, row: BatchRow, query: torch.Tensor, kv: PagedKV, scale: float
     ) -> list[FinishedMap]:
-        """Take in one step's rows of one request at one layer; returns the chunks that are complete now.
-
-        Args:
-            layer: sender layer, from 0.
-            want: which heads, and whether tiles.
-            row: the request's place in the batch and the chunks to capture.
-            query: float [num_tokens, num_heads, head_dim], the whole batch.
-            kv: the layer's paged keys, those of this step included.
-            scale: factor of the scores.
-        """
+        """Take in the rows of one request; arguments as in `StepCapture.measure`."""
         chunks = row.step.capture
         first = chunks[0].index * self._chunk_tokens
         end = min(row.row_end, (chunks[-1].index + 1) * self._chunk_tokens)
-        state = self._state(row.step.request_id, layer, row.step.resume)
-        if row.step.keep:
-            self._names[row.step.request_id] = row.step.keep
+        state = self._states.state(row.step.request_id, layer, resume=row.step.resume, keep=row.step.keep)
         rows, begin = self._join_tail(state, row, query, max(first, row.row_begin), end)
         whole = rows.shape[0] // self._block * self._block
         keys = kv.gather_keys(row.block_table, 0, begin + whole) if whole else None
@@ -100,13 +126,6 @@ class Capture:
                 done.append(FinishedMap(chunk=chunk, layer=layer, map=self._assemble(chunk, parts)))
         state.tail, state.tail_begin = rows[whole:].clone(), begin + whole
         return done
-
-    def _state(self, request_id: str, layer: int, resume: bytes) -> _LayerCapture:
-        layers = self._layers.setdefault(request_id, {})
-        if layer not in layers:
-            earlier = self._unfinished.get(resume, {}).get(layer)
-            layers[layer] = earlier.copy() if earlier is not None else _LayerCapture()
-        return layers[layer]
 
     def _join_tail(
         self, state: _LayerCapture, row: BatchRow, query: torch.Tensor, begin: int, end: int

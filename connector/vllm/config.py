@@ -38,6 +38,8 @@ class ConnectorConfig:
         staging_bytes: GPU memory that maps are copied into ahead of their layers; 0 for what the plans need as a rule
             (256 MiB for guide, 2 GiB with translate). It comes on top of vLLM's `gpu_memory_utilization`.
         skip_queries: whether rows that `translate` reuses go without their Q projection.
+        capture_bytes: GPU memory in which a sender's maps wait to be copied to the host, on top likewise; 0 for what
+            the plans need as a rule (256 MiB for guide or without plans, 2 GiB with translate).
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -52,6 +54,7 @@ class ConnectorConfig:
     publish_queue: int = 1024
     staging_bytes: int = 0
     skip_queries: bool = True
+    capture_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Check ranges.
@@ -62,8 +65,9 @@ class ConnectorConfig:
         for name in ("lookup_deadline_s", "call_deadline_s", "lease_s", "publish_queue", "chunk_tokens"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"mapflow setting {name} must be positive, got {getattr(self, name)}")
-        if self.staging_bytes < 0:
-            raise ConfigError(f"mapflow setting staging_bytes must be 0 or more, got {self.staging_bytes}")
+        for name in ("staging_bytes", "capture_bytes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"mapflow setting {name} must be 0 or more, got {getattr(self, name)}")
         if self.block not in (64, 128) or self.chunk_tokens % self.block:
             raise ConfigError(
                 f"mapflow settings block={self.block} and chunk_tokens={self.chunk_tokens}: "
@@ -89,6 +93,7 @@ class ConnectorConfig:
             "publish_queue": int,
             "staging_bytes": int,
             "skip_queries": _boolean,
+            "capture_bytes": int,
         }
         values: dict[str, object] = {}
         for key, value in extra.items():

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from mapflow.connector.vllm import compat
-from mapflow.connector.vllm.capture import Capture
+from mapflow.connector.vllm.capture import Capture, StepCapture
 from mapflow.connector.vllm.config import ConfigError
 from mapflow.connector.vllm.engine import Engine
 from mapflow.connector.vllm.messages import RequestStep, ReuseReport
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from mapflow.connector.vllm.gpu import GpuReuse
+    from mapflow.connector.vllm.gpu import GpuReuse, GpuSender
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -71,6 +72,7 @@ class MapFlowConnector(KVConnectorBase_V1):
         self._engine: Engine | None = None
         self._publisher: Publisher | None = None
         self._gpu: GpuReuse | None = None
+        self._gpu_sender: GpuSender | None = None
         self._max_tokens = vllm_config.model_config.max_model_len
         self._reports: dict[str, ReuseReport] = {}
         is_worker = role is KVConnectorRole.WORKER
@@ -87,17 +89,12 @@ class MapFlowConnector(KVConnectorBase_V1):
             self._start_scheduler(self._engine)
 
     def _start_worker(self, engine: Engine) -> None:
-        capture = None
-        if engine.facts.publishes:
-            space = engine.namespace
-            capture = Capture(chunk_tokens=space.chunk_tokens, block=space.block)
-            queue = engine.config.publish_queue
-            self._publisher = Publisher(engine.client, engine.producer_id, engine.counters, queue)
         device = compat.gpu_device()
         if device is not None and engine.plans:
             from mapflow.connector.vllm.gpu import GpuReuse  # needs Triton
 
             self._gpu = GpuReuse(engine.plans, device, engine.config.staging_bytes)
+        capture = self._start_capture(engine, device) if engine.facts.publishes else None
         self.map_worker = MapWorker(
             plans=engine.plans,
             client=engine.client,
@@ -107,6 +104,21 @@ class MapFlowConnector(KVConnectorBase_V1):
             wants=engine.wants,
             gpu=self._gpu,
         )
+
+    def _start_capture(self, engine: Engine, device: torch.device | None) -> StepCapture:
+        queue = engine.config.publish_queue
+        self._publisher = Publisher(engine.client, engine.producer_id, engine.counters, queue)
+        sizes = {"chunk_tokens": engine.namespace.chunk_tokens, "block": engine.namespace.block}
+        if device is not None:
+            from mapflow.connector.vllm.gpu import GpuSender  # needs Triton
+
+            if GpuSender.can_measure(engine.facts):
+                defer, counters = self._publisher.defer, engine.counters
+                self._gpu_sender = GpuSender(
+                    engine.plans, device, engine.config.capture_bytes, defer=defer, counters=counters, **sizes
+                )
+                return self._gpu_sender.capture
+        return Capture(**sizes)
 
     def _start_scheduler(self, engine: Engine) -> None:
         self.map_scheduler = MapScheduler(
@@ -189,13 +201,15 @@ class MapFlowConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache is there: compile the kernels that will read it, before the engine serves."""
-        gpu, engine = self._gpu, self._engine
+        engine = self._engine
         cache = next((one for name, one in kv_caches.items() if compat.layer_number(name) is not None), None)
-        if gpu is None or engine is None or cache is None:
+        users = [one for one in (self._gpu, self._gpu_sender) if one is not None]
+        if not users or engine is None or cache is None:
             return
         kv = compat.flash_paged_kv(cache, engine.facts.head_dim)
         num_heads = engine.facts.num_heads // engine.facts.tp_size
-        self._safely(lambda: gpu.warm_up(kv, num_heads, self._max_tokens), None)
+        for one in users:
+            self._safely(partial(one.warm_up, kv, num_heads, self._max_tokens), None)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""

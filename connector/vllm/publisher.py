@@ -1,7 +1,7 @@
 """Publishing off the engine's path: finished maps wait in a bounded queue for a thread that hands them to the daemon.
 
-A full queue, a full arena or a daemon that is away cost maps, never time: what cannot be published is dropped and
-counted.
+The thread also fetches from a GPU what maps are made of, in the order in which it was handed over. A full queue, a full
+arena or a daemon that is away cost maps, never time: what cannot be published is dropped and counted.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters
@@ -17,6 +20,7 @@ from mapflow.connector.messages import Kind, PendingBlob
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.capture import FinishedMap
 from mapflow.connector.vllm.map_identity import map_identity
+from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import blob_num_bytes, write_blob
 
 logger = logging.getLogger(__name__)
@@ -29,16 +33,22 @@ class Publisher:
         self._client = client
         self._producer_id = producer_id
         self._counters = counters
-        self._queue: queue.Queue[Sequence[FinishedMap] | None] = queue.Queue(maxsize=capacity)
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
         self._thread = threading.Thread(target=self._run, name="mapflow-publisher", daemon=True)
         self._thread.start()
 
     def submit(self, maps: Sequence[FinishedMap]) -> None:
         """Hand over one step's maps; never waits."""
-        try:
-            self._queue.put_nowait(maps)
-        except queue.Full:
+        if not self.defer(partial(self._publish, maps)):
             self._counters.add("publish_dropped", "queue_full", len(maps))
+
+    def defer(self, job: Callable[[], None]) -> bool:
+        """Run a job on the thread, after what was handed over before; never waits. False if the queue is full."""
+        try:
+            self._queue.put_nowait(job)
+        except queue.Full:
+            return False
+        return True
 
     def close(self, timeout_s: float) -> None:
         """Publish what is queued, for at most `timeout_s`, and end the thread."""
@@ -49,29 +59,47 @@ class Publisher:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while (maps := self._queue.get()) is not None:
+        while (job := self._queue.get()) is not None:
             try:
-                report = self._client.publish(Kind.MAP, self._producer_id, [self._blob(item) for item in maps])
-            except Unavailable as error:
-                self._counters.add("publish_dropped", error.reason, len(maps))
+                with torch.inference_mode():  # as in a step: what was made there may be written to here
+                    job()
             except Exception:
-                logger.exception("mapflow: publishing failed; the maps are dropped")
-                self._counters.add("publish_dropped", "internal", len(maps))
-            else:
-                self._counters.add("published", "published", report.published)
-                self._counters.add("published", "existed", report.existed)
-                self._counters.add("publish_dropped", "no_room", report.no_room)
+                logger.exception("mapflow: maps on their way to being published are lost")
+                self._counters.add("publish_dropped", "internal")
 
-    def _blob(self, item: FinishedMap) -> PendingBlob:
+    def _publish(self, maps: Sequence[FinishedMap]) -> None:
+        try:
+            blobs = [self._blob(item, found) for item in maps if (found := self._on_host(item)) is not None]
+            report = self._client.publish(Kind.MAP, self._producer_id, blobs)
+        except Unavailable as error:
+            self._counters.add("publish_dropped", error.reason, len(maps))
+        except Exception:
+            logger.exception("mapflow: publishing failed; the maps are dropped")
+            self._counters.add("publish_dropped", "internal", len(maps))
+        else:
+            self._counters.add("published", "published", report.published)
+            self._counters.add("published", "existed", report.existed)
+            self._counters.add("publish_dropped", "no_room", report.no_room)
+
+    def _on_host(self, item: FinishedMap) -> AttentionMap | None:
+        """The map itself; None, and counted, where nothing of it could be measured."""
+        if isinstance(item.map, AttentionMap):
+            return item.map
+        found = item.map.attention_map()
+        if found is None:
+            self._counters.add("publish_dropped", "not_measured")
+        return found
+
+    def _blob(self, item: FinishedMap, attention_map: AttentionMap) -> PendingBlob:
         identity = map_identity(item.chunk.key, self._producer_id, item.layer)
 
         def write(buffer: memoryview) -> int:
-            return write_blob(item.map, buffer, identity=identity)
+            return write_blob(attention_map, buffer, identity=identity)
 
         return PendingBlob(
             key=item.chunk.key,
             parent_key=item.chunk.parent_key,
             layer=item.layer,
-            num_bytes=blob_num_bytes(item.map),
+            num_bytes=blob_num_bytes(attention_map),
             write=write,
         )

@@ -19,7 +19,7 @@ from mapflow.connector.counters import Counters
 from mapflow.connector.messages import LookupResult, Want
 from mapflow.connector.namespace import Namespace
 from mapflow.connector.plan import Plan
-from mapflow.connector.vllm.capture import UNFINISHED_CAPTURES
+from mapflow.connector.vllm.capture_states import UNFINISHED_CAPTURES
 from mapflow.connector.vllm.config import ConnectorConfig
 from mapflow.connector.vllm.lookups import Lookups
 from mapflow.connector.vllm.messages import CapturedChunk, RequestStep, ReuseReport, ScheduledRows

@@ -18,7 +18,7 @@ from mapflow.connector.counters import Counters, LimitedLog
 from mapflow.connector.plan import Plan
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.batch import BatchRow, RowRange, locate, split_entry
-from mapflow.connector.vllm.capture import Capture, FinishedMap
+from mapflow.connector.vllm.capture import FinishedMap, StepCapture
 from mapflow.connector.vllm.left_out_queries import LeftOutQueries
 from mapflow.connector.vllm.map_reader import MapReader, MapRun, UnusableMap
 from mapflow.connector.vllm.messages import RequestStep, ReuseOrder, ReuseReport
@@ -45,7 +45,7 @@ class MapWorker:
         plans: Sequence[Plan],
         client: Client,
         counters: Counters,
-        capture: Capture | None,
+        capture: StepCapture | None,
         publisher: Publisher | None,
         wants: Callable[[], Mapping[int, LayerWant]],
         gpu: GpuReuse | None = None,
@@ -78,6 +78,7 @@ class MapWorker:
         self._cache = {}
         self.queries.begin_step()
         if self._capture is not None:
+            self._capture.begin_step()
             for request_id in ended:
                 self._capture.end(request_id)
             if any(step.capture for step in steps):
@@ -198,9 +199,9 @@ class MapWorker:
         want = self._step_wants.get(layer)
         if self._capture is None or want is None or not self._rows:
             return
-        for row in self._rows.values():
-            if row.step.capture:
-                self._finished += self._capture.add(layer, want, row, query, kv, scale)
+        rows = [row for row in self._rows.values() if row.step.capture]
+        if rows:
+            self._finished += self._capture.measure(layer, want, rows, query, kv, scale)
 
     # --- reading maps ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,104 @@
+"""Which rows of a request a step adds to its capture on a GPU, and what stays for the next step. Host only.
+
+A block row is measured from its first row on, or not at all: rows that start inside one go on from what the last step
+left of it, if they follow on, else they are left out up to the next block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mapflow.connector.vllm.batch import BatchRow
+from mapflow.connector.vllm.captured_rows import Part
+from mapflow.kernels.row_segment import RowSegment
+
+
+@dataclass(slots=True)
+class LayerState:
+    """One request at one layer: rows [begin, end) of the unfinished block row, and the parts of unfinished chunks.
+
+    partial: of those rows, float32 [num_heads, columns] sums of probabilities; or if `tiled` their queries
+    [rows, num_heads, head_dim]. Never changed in place.
+    """
+
+    partial: torch.Tensor | None = None
+    tiled: bool = False
+    begin: int = 0
+    end: int = 0
+    parts: dict[int, list[Part]] = field(default_factory=dict)
+
+    def copy(self) -> LayerState:
+        """One that goes its own way."""
+        parts = {chunk: list(parts) for chunk, parts in self.parts.items()}
+        return LayerState(partial=self.partial, tiled=self.tiled, begin=self.begin, end=self.end, parts=parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """Rows [first, end) of a request, of which those before `fresh` are its state's partial; `first` begins a block."""
+
+    row: BatchRow
+    state: LayerState
+    block: int
+    first: int
+    fresh: int
+    end: int
+
+    @property
+    def num_whole(self) -> int:
+        """Block rows that are complete now."""
+        return (self.end - self.first) // self.block
+
+    @property
+    def whole_end(self) -> int:
+        """End of their token rows."""
+        return self.first + self.num_whole * self.block
+
+    @property
+    def partial(self) -> torch.Tensor:
+        """Of rows [first, fresh), where there are any."""
+        assert self.state.partial is not None
+        return self.state.partial
+
+    def at(self, token: int) -> int:
+        """Where a fresh row lies in the batch."""
+        return self.row.query_begin + token - self.row.row_begin
+
+    def segment(self, begin: int, end: int, out_begin: int) -> RowSegment:
+        """Rows [begin, end), which lie at `out_begin` of a query tensor."""
+        return RowSegment(row_begin=begin, row_end=end, out_begin=out_begin, block_table=self.row.block_table)
+
+    def keep(self, partial: torch.Tensor | None, *, tiled: bool) -> None:
+        """Leave rows [whole_end, end) for the next step."""
+        state = self.state
+        state.partial, state.tiled, state.begin, state.end = partial, tiled, self.whole_end, self.end
+
+
+def next_span(row: BatchRow, state: LayerState, tiled: bool, chunk_tokens: int, block: int) -> Span | None:
+    """What a step adds, if anything; rows that the engine runs again are not measured again.
+
+    A partial that the rows do not follow on, or of the other kind, is dropped.
+    """
+    chunks = row.step.capture
+    begin = max(chunks[0].index * chunk_tokens, row.row_begin)
+    end = min((chunks[-1].index + 1) * chunk_tokens, row.row_end)
+    if state.partial is not None and state.tiled == tiled and state.begin <= begin <= state.end:
+        first, fresh = state.begin, state.end
+    else:
+        state.partial = None
+        first = fresh = -(-begin // block) * block
+    return Span(row=row, state=state, block=block, first=first, fresh=fresh, end=end) if fresh < end else None
+
+
+def parts_of(span: Span, slot: int, chunk_tokens: int) -> list[tuple[Span, int, Part]]:
+    """A span's whole block rows, the first of them at `slot` of a piece, chunk by chunk."""
+    found = []
+    block, end = span.block, span.whole_end
+    for chunk in range(span.first // chunk_tokens, -(-end // chunk_tokens)):
+        low, high = max(span.first, chunk * chunk_tokens), min(end, (chunk + 1) * chunk_tokens)
+        first = low // block
+        part = Part(first_block_row=first, num_rows=high // block - first, slot=slot + first - span.first // block)
+        found.append((span, chunk, part))
+    return found

@@ -1,0 +1,270 @@
+"""What a sender on a GPU measures, by the kernels: all requests of a step in one launch each, and no wait for the GPU.
+
+Stands in for `capture.Capture`. The step only launches kernels; their results lie in the capture buffer until the
+publisher's thread has copied them. A block row counts once all of its rows were measured, in one step or several:
+
+- Without tiles, a block row that a step leaves unfinished is kept as its sums so far, float32 [num_heads, columns], and
+  the next step adds to them. Keys are e4m3.
+- With tiles, its queries are kept, at most `block - 1` rows, and measured together with the rest: which blocks are
+  worth a tile is known only when the row is whole, and tiles need its queries. Keys are exact, as tiles need them.
+
+What finds no room in the buffer is left out of its maps and counted (`publish_dropped`, `capture_busy`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from mapflow.connector.counters import Counters
+from mapflow.connector.vllm.batch import BatchRow
+from mapflow.connector.vllm.capture import FinishedMap
+from mapflow.connector.vllm.capture_buffer import CaptureBuffer
+from mapflow.connector.vllm.capture_spans import LayerState, Span, next_span, parts_of
+from mapflow.connector.vllm.capture_states import CaptureStates
+from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Piece
+from mapflow.connector.wants import LayerWant
+from mapflow.kernels.attention_map import quantise_mass
+from mapflow.kernels.block_rows import BlockRows
+from mapflow.kernels.compress import block_masses
+from mapflow.kernels.mass_tasks import MassTasks
+from mapflow.kernels.paged import PagedKV
+from mapflow.kernels.row_segment import RowSegment
+from mapflow.kernels.select import select_by_mass
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
+from mapflow.kernels.tiles import store_tiles
+from mapflow.kernels.upload import upload
+
+_TILE_SHARE = 4  # one layer's tiles of a step take at most this part of the buffer
+
+Defer = Callable[[Callable[[], None]], bool]
+"""Runs a job on the publisher's thread, in order; False if it has too many waiting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Tables:
+    """What all layers with the same rows share in a step. slots: first mass row of each segment."""
+
+    rows: BlockRows
+    tasks: MassTasks
+    slots: list[int]
+    row_lse: torch.Tensor
+    line_of_slot: torch.Tensor
+
+    def no_mass(self) -> torch.Tensor:
+        """float32 zeros [mass rows, num_heads, columns]."""
+        shape = (self.tasks.measured.shape[0], self.row_lse.shape[0], self.rows.num_columns)
+        return torch.zeros(shape, device=self.rows.device)
+
+    def layout(self, tile_dtype: torch.dtype | None) -> Layout:
+        """Of a piece with these rows."""
+        return Layout(
+            num_rows=self.tasks.measured.shape[0],
+            num_heads=self.row_lse.shape[0],
+            num_columns=self.rows.num_columns,
+            block=self.rows.block,
+            tile_dtype=tile_dtype,
+        )
+
+
+class KernelCapture:
+    """The captures of all requests of a worker that are under way."""
+
+    def __init__(
+        self, *, chunk_tokens: int, block: int, buffer: CaptureBuffer, defer: Defer, counters: Counters
+    ) -> None:
+        """buffer: where results wait for `defer`'s thread to fetch them."""
+        self._chunk_tokens, self._block = chunk_tokens, block
+        self._buffer, self._defer, self._counters = buffer, defer, counters
+        self._states = CaptureStates(LayerState)
+        self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
+        self._head_masks: dict[tuple[int, ...] | None, torch.Tensor] = {}
+
+    def begin_step(self) -> None:
+        """The last step's tables are of no use any more."""
+        self._tables.clear()
+
+    def end(self, request_id: str) -> None:
+        """As `capture.StepCapture.end`."""
+        self._states.end(request_id)
+
+    def measure(
+        self, layer: int, want: LayerWant, rows: Sequence[BatchRow], query: torch.Tensor, kv: PagedKV, scale: float
+    ) -> list[FinishedMap]:
+        """As `capture.StepCapture.measure`, for bf16 or fp16 queries that `guide.guide_attention` takes."""
+        tiled = want.tile_top_p > 0
+        states = {
+            id(row): self._states.state(row.step.request_id, layer, resume=row.step.resume, keep=row.step.keep)
+            for row in rows
+        }
+        sizes = (self._chunk_tokens, self._block)
+        spans = [span for row in rows if (span := next_span(row, states[id(row)], tiled, *sizes)) is not None]
+        if spans and tiled:
+            self._measure_tiles(spans, want, query, kv, scale)
+        elif spans:
+            self._measure_masses(spans, want, query, kv, scale)
+        done: list[FinishedMap] = []
+        for row in rows:
+            for chunk in row.step.capture:
+                complete = chunk.key and (chunk.index + 1) * self._chunk_tokens <= row.row_end
+                if complete and (parts := states[id(row)].parts.pop(chunk.index, [])):
+                    pending = ChunkParts(
+                        chunk_index=chunk.index,
+                        chunk_rows=self._chunk_tokens // self._block,
+                        block=self._block,
+                        parts=parts,
+                    )
+                    done.append(FinishedMap(chunk=chunk, layer=layer, map=pending))
+        return done
+
+    def _measure_masses(
+        self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
+    ) -> None:
+        segments = [span.segment(span.fresh, span.end, span.at(span.fresh)) for span in spans]
+        tables = self._tables_of(segments, query, kv)
+        mass = tables.no_mass()
+        for span, slot in zip(spans, tables.slots):
+            if span.first < span.fresh:
+                mass[slot, :, : span.partial.shape[1]] = span.partial
+        block_masses(query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse)
+        for span, slot in zip(spans, tables.slots):
+            begin = span.whole_end
+            last = slot + span.num_whole
+            partial = mass[last, :, : begin // self._block + 1].clone() if begin < span.end else None
+            span.keep(partial, tiled=False)
+        if any(span.num_whole for span in spans):
+            self._store(spans, tables, tables.layout(None), want, mass, None)
+
+    def _measure_tiles(
+        self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
+    ) -> None:
+        whole = [span for span in spans if span.num_whole]
+        ends = [span.whole_end for span in whole]
+        if any(span.first < span.fresh for span in whole):
+            runs: list[torch.Tensor] = []
+            for span, end in zip(whole, ends):
+                runs += [span.partial] if span.first < span.fresh else []
+                runs.append(query[span.at(span.fresh) : span.at(end)])
+            lengths = [end - span.first for span, end in zip(whole, ends)]
+            places = list(accumulate(lengths[:-1], initial=0))
+            own_query = torch.cat(runs)
+        else:
+            places, own_query = [span.at(span.first) for span in whole], query
+        segments = [span.segment(span.first, end, place) for span, end, place in zip(whole, ends, places)]
+        for span in spans:
+            begin = span.whole_end
+            fresh = query[span.at(max(span.fresh, begin)) : span.at(span.end)]
+            kept = [span.partial] if span.fresh > begin else []
+            span.keep(torch.cat([*kept, fresh]) if begin < span.end else None, tiled=True)
+        if not whole:
+            return
+        tables = self._tables_of(segments, own_query, kv)
+        layout, mass = tables.layout(TILE_DTYPE_BY_NAME[want.tile_dtype]), tables.no_mass()
+        block_masses(own_query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, key_dtype=None)
+
+        def store(data: torch.Tensor) -> None:
+            self._store_tiles(data, layout, tables, want, mass, own_query, kv, scale)
+
+        self._store(whole, tables, layout, want, mass, store)
+
+    def _store(
+        self,
+        spans: Sequence[Span],
+        tables: _Tables,
+        layout: Layout,
+        want: LayerWant,
+        mass: torch.Tensor,
+        store_tiles_in: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        """Put the whole block rows of `spans` into the buffer, for the publisher's thread to fetch. `mass` is spent."""
+        parts = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
+        tile_room = 0
+        if layout.tile_dtype is not None:
+            num_wanted = layout.num_heads if want.heads is None else len(want.heads)
+            blocks = sum(row + 1 for segment in tables.rows.segments for row in segment.block_rows(self._block))
+            tile_room = min(blocks * num_wanted * layout.tile_bytes, self._buffer.num_bytes // _TILE_SHARE)
+        room = self._buffer.take(layout.num_bytes, layout.num_bytes + tile_room)
+        if room is None:
+            self._counters.add("publish_dropped", "capture_busy", len(parts))
+            return
+        try:
+            data = self._buffer.data(room)
+            if store_tiles_in is not None:
+                store_tiles_in(data)
+            layout.finite(data).copy_(mass.sum((1, 2)).isfinite())
+            mean = mass.mul_(self._head_mask(want, layout.num_heads)[:, None] / self._block)
+            layout.mass(data).copy_(quantise_mass(mean))
+            piece = Piece(self._buffer, room, layout, [part for _, _, part in parts])
+            is_taken = self._defer(piece.fetch)
+        except BaseException:
+            self._buffer.release(room)
+            raise
+        if is_taken:
+            for span, chunk, part in parts:
+                span.state.parts.setdefault(chunk, []).append(part)
+        else:
+            self._buffer.release(room)
+            self._counters.add("publish_dropped", "capture_busy", len(parts))
+
+    def _store_tiles(
+        self,
+        data: torch.Tensor,
+        layout: Layout,
+        tables: _Tables,
+        want: LayerWant,
+        mass: torch.Tensor,
+        query: torch.Tensor,
+        kv: PagedKV,
+        scale: float,
+    ) -> None:
+        """Select, and store tiles request by request, block rows ascending, as far as there is room for them."""
+        assert layout.tile_dtype is not None
+        index = select_by_mass(mass, tables.rows, want.tile_top_p)
+        is_wanted = self._head_mask(want, layout.num_heads)
+        counts = index.counts.index_select(0, tables.line_of_slot) * is_wanted.int()
+        arena = layout.tiles(data)
+        sizes = counts.long() * layout.tile_bytes
+        ends = sizes.flatten().cumsum(0).view_as(sizes)
+        offsets = torch.where((sizes > 0) & (ends <= arena.shape[0]), ends - sizes, -1)
+        layout.counts(data).copy_(counts)
+        layout.columns(data).copy_(index.columns.index_select(0, tables.line_of_slot))
+        slot_of_line = tables.rows.lines[:, 6].long()
+        store_tiles(
+            query,
+            kv,
+            tables.rows,
+            index,
+            tables.row_lse,
+            scale=scale,
+            tile_dtype=layout.tile_dtype,
+            arena=arena,
+            offsets=offsets.index_select(0, slot_of_line),
+        )
+
+    def _tables_of(self, segments: Sequence[RowSegment], query: torch.Tensor, kv: PagedKV) -> _Tables:
+        places = ((id(one.block_table), one.row_begin, one.row_end, one.out_begin) for one in segments)
+        key = ((*query.shape[:2], kv.num_kv_heads), *places)
+        if key not in self._tables:
+            rows = BlockRows.from_segments(
+                segments, block=self._block, num_batch_rows=query.shape[0], device=query.device
+            )
+            counts = [len(one.block_rows(self._block)) for one in segments]
+            self._tables[key] = _Tables(
+                rows=rows,
+                tasks=MassTasks.build(rows, group=query.shape[1] // kv.num_kv_heads),
+                slots=list(accumulate(counts[:-1], initial=0)),
+                row_lse=torch.empty(query.shape[1], query.shape[0], device=query.device),
+                line_of_slot=rows.lines[:, 6].argsort(),
+            )
+        return self._tables[key]
+
+    def _head_mask(self, want: LayerWant, num_heads: int) -> torch.Tensor:
+        """float32 [num_heads] on the device, 1 for the heads that somebody wants."""
+        if want.heads not in self._head_masks:
+            wanted = range(num_heads) if want.heads is None else want.heads
+            mask = torch.tensor([float(head in wanted) for head in range(num_heads)])
+            self._head_masks[want.heads] = upload(mask, self._buffer.device)
+        return self._head_masks[want.heads]

@@ -1,0 +1,285 @@
+"""A sender's capture through the kernels: the maps of the reference capture, whatever way prefill is cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from mapflow.connector.counters import Counters
+from mapflow.connector.vllm.batch import BatchRow
+from mapflow.connector.vllm.capture import Capture, FinishedMap
+from mapflow.connector.vllm.capture_buffer import CaptureBuffer, Room
+from mapflow.connector.vllm.kernel_capture import KernelCapture
+from mapflow.connector.vllm.messages import CapturedChunk, RequestStep
+from mapflow.connector.wants import LayerWant
+from mapflow.kernels.attention_map import AttentionMap, decode_mass
+from mapflow.kernels.paged import PagedKV
+
+CHUNK, BLOCK, PAGE, HEADS, KV_HEADS, DIM = 128, 64, 32, 4, 2, 64
+SCALE = DIM**-0.5
+MASSES, TILES = LayerWant(heads=(0, 3)), LayerWant(heads=(0, 3), tile_top_p=0.8)
+EITHER = pytest.mark.parametrize("want", [MASSES, TILES], ids=["masses", "tiles"])
+
+
+class Prompts:
+    """Random queries, and keys in the shuffled pages of one cache."""
+
+    def __init__(self, device: torch.device, *lengths: int, seed: int = 0, same_start: bool = False) -> None:
+        """same_start: each prompt repeats the one before as far as that goes."""
+        generator = torch.Generator().manual_seed(seed)
+        longest = max(lengths)
+        self.lengths = lengths
+        self.device = device
+        self.queries, keys = [], []
+        for number in range(len(lengths)):
+            if number == 0 or not same_start:
+                query = (torch.randn(longest, HEADS, DIM, generator=generator) * 2).bfloat16()
+                key = torch.randn(longest, KV_HEADS, DIM, generator=generator).bfloat16()
+            self.queries.append(query)
+            keys.append(key)
+        pages = [-(-length // PAGE) for length in lengths]
+        order = torch.randperm(sum(pages), generator=generator).int()
+        self.tables = list(order.split(pages))
+        cache = torch.full((sum(pages), KV_HEADS, PAGE, DIM), torch.nan, dtype=torch.bfloat16)
+        for table, key, length in zip(self.tables, keys, lengths):
+            for place, page in enumerate(table.tolist()):
+                tokens = key[place * PAGE : min((place + 1) * PAGE, length)]
+                cache[page, :, : tokens.shape[0]] = tokens.transpose(0, 1)
+        values = torch.full_like(cache, torch.nan)
+        self.host_kv = PagedKV(key_cache=cache, value_cache=values)
+        self.kv = PagedKV(key_cache=cache.to(device), value_cache=values.to(device))
+
+
+@dataclass
+class Rows:
+    """What one request does in a step."""
+
+    prompt: int
+    begin: int
+    end: int
+    name: str = ""
+    resume: bytes = b""
+    keep: bytes = b""
+
+
+@dataclass
+class Captures:
+    """The kernels' capture and the reference's, fed with the same steps."""
+
+    prompts: Prompts
+    want: LayerWant
+    buffer_bytes: int = 64 << 20
+    counters: Counters = field(default_factory=Counters)
+    jobs: list[Callable[[], None]] = field(default_factory=list)
+    accepts: bool = True
+
+    def __post_init__(self) -> None:
+        sizes = {"chunk_tokens": CHUNK, "block": BLOCK}
+        self.buffer = CaptureBuffer(self.buffer_bytes, self.prompts.device)
+        self.reference = Capture(**sizes)
+        self.kernels = KernelCapture(**sizes, buffer=self.buffer, defer=self._defer, counters=self.counters)
+
+    def _defer(self, job: Callable[[], None]) -> bool:
+        if self.accepts:
+            self.jobs.append(job)
+        return self.accepts
+
+    def step(self, *requests: Rows) -> tuple[list[FinishedMap], list[FinishedMap]]:
+        """What the kernels finish, not yet fetched, and what the reference does."""
+        rows, host_rows, runs = [], [], [torch.full((1, HEADS, DIM), torch.nan, dtype=torch.bfloat16)]
+        for one in requests:
+            complete = self.prompts.lengths[one.prompt] // CHUNK
+            chunks = tuple(
+                CapturedChunk(index=i, key=bytes([one.prompt, i]) if i < complete else b"", parent_key=b"")
+                for i in range(one.begin // CHUNK, -(-one.end // CHUNK))
+            )
+            step = RequestStep(
+                request_id=one.name or str(one.prompt),
+                row_begin=one.begin,
+                row_end=one.end,
+                num_prompt=self.prompts.lengths[one.prompt],
+                last_page=0,
+                capture=chunks,
+                resume=one.resume,
+                keep=one.keep,
+            )
+            place = {"query_begin": sum(run.shape[0] for run in runs), "row_begin": one.begin, "row_end": one.end}
+            table = self.prompts.tables[one.prompt]
+            host_rows.append(BatchRow(step=step, block_table=table, **place))
+            rows.append(BatchRow(step=step, block_table=table.to(self.prompts.device), **place))
+            runs.append(self.prompts.queries[one.prompt][one.begin : one.end])
+        query = torch.cat(runs)
+        self.kernels.begin_step()
+        got = self.kernels.measure(0, self.want, rows, query.to(self.prompts.device), self.prompts.kv, SCALE)
+        return got, self.reference.measure(0, self.want, host_rows, query, self.prompts.host_kv, SCALE)
+
+    def end(self, name: str) -> None:
+        self.kernels.end(name)
+        self.reference.end(name)
+
+    def fetch(self) -> None:
+        """What the publisher's thread does."""
+        while self.jobs:
+            self.jobs.pop(0)()
+
+    def run(self, *steps: Sequence[Rows]) -> list[FinishedMap]:
+        """All steps; every finished map is the reference's. They are fetched late, as by a slow thread."""
+        got, wanted = [], []
+        for step in steps:
+            ours, theirs = self.step(*step)
+            got += ours
+            wanted += theirs
+        self.check(got, wanted)
+        return got
+
+    def check(self, got: Sequence[FinishedMap], wanted: Sequence[FinishedMap]) -> None:
+        self.fetch()
+        assert [item.chunk for item in got] == [item.chunk for item in wanted]
+        for ours, theirs in zip(got, wanted):
+            assert isinstance(theirs.map, AttentionMap)
+            check_map(fetched(ours), theirs.map)
+        whole = self.buffer.take(self.buffer.num_bytes, self.buffer.num_bytes)
+        assert whole is not None, "all room was given back"
+        self.buffer.release(whole)
+
+
+def fetched(item: FinishedMap) -> AttentionMap:
+    assert not isinstance(item.map, AttentionMap)
+    found = item.map.attention_map()
+    assert found is not None
+    return found
+
+
+def check_map(got: AttentionMap, wanted: AttentionMap) -> None:
+    assert got.chunk_index == wanted.chunk_index and torch.equal(got.row_counts, wanted.row_counts)
+    have, want = decode_mass(got.mass), decode_mass(wanted.mass)
+    assert float((have - want).norm() / want.norm()) < (1e-2 if wanted.tiles is None else 3e-3)  # u8 steps included
+    assert not have[want.sum((1, 2)) == 0].any(), "heads that nobody wants"
+    if wanted.tiles is None or got.tiles is None:
+        assert got.tiles is wanted.tiles
+        return
+    assert torch.equal(got.tiles.indptr, wanted.tiles.indptr) and torch.equal(got.tiles.indices, wanted.tiles.indices)
+    steps = got.tiles.values.view(torch.uint8).int() - wanted.tiles.values.view(torch.uint8).int()
+    assert int(steps.abs().max()) <= 1
+    assert float((steps != 0).float().mean()) < 0.02
+
+
+def cut(prompt: int, *edges: int) -> list[list[Rows]]:
+    """Steps of one request."""
+    return [[Rows(prompt, begin, end)] for begin, end in itertools.pairwise(edges)]
+
+
+@EITHER
+@pytest.mark.parametrize("edges", [(0, 421), (0, 44, 344, 421), (0, 1, 63, 65, 256, 400, 410, 421)], ids=str)
+def test_as_the_reference(device: torch.device, want: LayerWant, edges: Sequence[int]) -> None:
+    """A prompt in one step, and chunked prefill cut anywhere."""
+    captures = Captures(Prompts(device, 421), want)
+    done = captures.run(*cut(0, *edges))
+    assert [item.chunk.index for item in done] == [0, 1, 2]
+    assert all(bool(fetched(item).measured.all()) for item in done)
+
+
+@pytest.mark.parametrize("want", [LayerWant(), LayerWant(tile_top_p=0.7, tile_dtype="bf16")], ids=["masses", "tiles"])
+def test_all_heads(device: torch.device, want: LayerWant) -> None:
+    captures = Captures(Prompts(device, 128), want)
+    (got,), (wanted,) = captures.step(Rows(0, 0, 128))
+    captures.fetch()
+    assert isinstance(wanted.map, AttentionMap)
+    if wanted.map.tiles is None:
+        check_map(fetched(got), wanted.map)
+        return
+    ours = fetched(got).tiles
+    assert ours is not None and torch.equal(ours.indices, wanted.map.tiles.indices)
+    torch.testing.assert_close(ours.values, wanted.map.tiles.values, rtol=2**-7, atol=1e-4)
+
+
+@EITHER
+def test_several_requests_in_a_step(device: torch.device, want: LayerWant) -> None:
+    """One starts, one goes on inside a block row, one ends: lengths and cuts differ."""
+    captures = Captures(Prompts(device, 300, 150, 128), want)
+    done = captures.run(
+        [Rows(0, 0, 200)],
+        [Rows(1, 0, 70), Rows(0, 200, 250)],
+        [Rows(2, 0, 128), Rows(0, 250, 300), Rows(1, 70, 150)],
+    )
+    assert len(done) == 4
+
+
+@EITHER
+def test_rows_that_were_never_computed_are_marked(device: torch.device, want: LayerWant) -> None:
+    captures = Captures(Prompts(device, 384), want)
+    done = captures.run([Rows(0, 160, 384)])
+    assert [fetched(item).row_counts.tolist() for item in done] == [[0, BLOCK], [BLOCK, BLOCK]]
+
+
+@EITHER
+@pytest.mark.parametrize("edges", [[(0, 100), (0, 200), (200, 256)], [(0, 100), (128, 256)], [(0, 230), (64, 256)]])
+def test_rows_run_again_after_a_preemption(
+    device: torch.device, want: LayerWant, edges: Sequence[tuple[int, int]]
+) -> None:
+    captures = Captures(Prompts(device, 256), want)
+    captures.run(*([Rows(0, begin, end)] for begin, end in edges))
+
+
+@EITHER
+@pytest.mark.parametrize("overlap", [0, 4])
+def test_the_next_turn_goes_on_from_an_unfinished_chunk(device: torch.device, want: LayerWant, overlap: int) -> None:
+    """Two turns go on from the same one; neither changes what the other starts from."""
+    captures = Captures(Prompts(device, 212, 300, 400, same_start=True), want)
+    first = captures.run([Rows(0, 0, 212, keep=b"kept")])
+    captures.end("0")
+    begin = 212 - overlap
+    turns = [captures.run([Rows(turn, begin, captures.prompts.lengths[turn], resume=b"kept")]) for turn in (1, 2)]
+    assert [item.chunk.index for item in first] == [0]
+    assert [[item.chunk.index for item in turn] for turn in turns] == [[1], [1, 2]]
+    assert all(bool(fetched(item).measured.all()) for turn in turns for item in turn)
+
+
+@EITHER
+def test_a_full_buffer_costs_maps_and_nothing_else(device: torch.device, want: LayerWant) -> None:
+    captures = Captures(Prompts(device, 384), want)
+    rest = captures.buffer.take(captures.buffer.num_bytes, captures.buffer.num_bytes)
+    assert isinstance(rest, Room)
+    assert captures.step(Rows(0, 0, 200))[0] == []
+    assert captures.counters.get("publish_dropped", "capture_busy") == 2
+    captures.buffer.release(rest)
+    got, wanted = captures.step(Rows(0, 200, 384))
+    captures.fetch()
+    assert [item.chunk.index for item in got] == [1, 2]
+    assert [fetched(item).row_counts.tolist() for item in got] == [[0, BLOCK], [BLOCK, BLOCK]]
+    assert isinstance(wanted[-1].map, AttentionMap)
+    check_map(fetched(got[-1]), wanted[-1].map)
+
+
+def test_a_busy_thread_costs_maps_and_no_room(device: torch.device) -> None:
+    captures = Captures(Prompts(device, 256), MASSES)
+    captures.accepts = False
+    assert captures.step(Rows(0, 0, 256))[0] == []
+    assert captures.counters.get("publish_dropped", "capture_busy") == 2
+    assert captures.buffer.take(captures.buffer.num_bytes, captures.buffer.num_bytes) is not None
+
+
+def test_tiles_beyond_their_room(device: torch.device) -> None:
+    """Room for the first two block rows and a part of the third: the last ones do without; what is there is right."""
+    captures = Captures(Prompts(device, 256), LayerWant(tile_top_p=1.0), buffer_bytes=4 * 15 * BLOCK**2)
+    got, wanted = captures.step(Rows(0, 0, 256))
+    captures.fetch()
+    assert isinstance(wanted[0].map, AttentionMap)
+    check_map(fetched(got[0]), wanted[0].map)
+    assert not isinstance(got[1].map, AttentionMap) and got[1].map.attention_map() is None
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")
+def test_queries_that_are_not_numbers(device: torch.device) -> None:
+    """The block row that they are in is not measured, others are."""
+    prompts = Prompts(device, 128)
+    prompts.queries[0][70] = torch.nan
+    captures = Captures(prompts, MASSES)
+    captures.reference.measure = lambda *rest: []  # type: ignore[method-assign]
+    (item,), _ = captures.step(Rows(0, 0, 128))
+    captures.fetch()
+    assert fetched(item).row_counts.tolist() == [BLOCK, 0]

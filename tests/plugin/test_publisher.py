@@ -1,0 +1,84 @@
+"""What is handed to the publisher's thread: jobs and maps, in order, whatever goes wrong in one of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from mapflow.connector.counters import Counters  # noqa: E402
+from mapflow.connector.messages import Kind, PendingBlob, PublishReport  # noqa: E402
+from mapflow.connector.vllm.capture import FinishedMap  # noqa: E402
+from mapflow.connector.vllm.map_identity import map_identity  # noqa: E402
+from mapflow.connector.vllm.messages import CapturedChunk  # noqa: E402
+from mapflow.connector.vllm.publisher import Publisher  # noqa: E402
+from mapflow.kernels.attention_map import AttentionMap  # noqa: E402
+from mapflow.kernels.blob import read_blob  # noqa: E402
+
+CHUNK = CapturedChunk(index=0, key=b"k", parent_key=b"")
+
+
+class _Client:
+    """Keeps what is published."""
+
+    def __init__(self) -> None:
+        self.blobs: list[bytes] = []
+
+    def publish(self, kind: Kind, producer: str, blobs: Sequence[PendingBlob]) -> PublishReport:
+        for blob in blobs:
+            buffer = bytearray(blob.num_bytes)
+            blob.write(memoryview(buffer))
+            self.blobs.append(bytes(buffer))
+        return PublishReport(published=len(blobs), existed=0, no_room=0)
+
+
+class _Pending:
+    """A map that a job finds."""
+
+    def __init__(self) -> None:
+        self.found: AttentionMap | None = None
+
+    def fetch(self) -> None:
+        mass, counts = torch.full((1, 1, 1), 255, dtype=torch.uint8), torch.tensor([64], dtype=torch.int32)
+        self.found = AttentionMap(chunk_index=0, block=64, mass=mass, row_counts=counts)
+
+    def attention_map(self) -> AttentionMap | None:
+        return self.found
+
+
+def test_maps_are_published_once_what_they_are_made_of_was_fetched() -> None:
+    client, counters = _Client(), Counters()
+    publisher = Publisher(client, "p", counters, capacity=8)  # type: ignore[arg-type]
+    found, lost = _Pending(), _Pending()
+
+    def fail() -> None:
+        raise RuntimeError("a lost device")
+
+    assert publisher.defer(fail) and publisher.defer(found.fetch)
+    publisher.submit([FinishedMap(chunk=CHUNK, layer=3, map=one) for one in (found, lost)])
+    publisher.close(10.0)
+    (blob,) = client.blobs
+    assert read_blob(blob, identity=map_identity(b"k", "p", 3)).mass.tolist() == [[[255]]]
+    assert counters.get("publish_dropped", "internal") == 1
+    assert counters.get("publish_dropped", "not_measured") == 1
+    assert counters.get("published", "published") == 1
+
+
+def test_a_full_queue_never_waits() -> None:
+    counters, started, go_on = Counters(), threading.Event(), threading.Event()
+    publisher = Publisher(_Client(), "p", counters, capacity=1)  # type: ignore[arg-type]
+
+    def wait() -> None:
+        started.set()
+        go_on.wait(10.0)
+
+    assert publisher.defer(wait)
+    assert started.wait(10.0)
+    assert publisher.defer(lambda: None) and not publisher.defer(lambda: None)
+    publisher.submit([FinishedMap(chunk=CHUNK, layer=0, map=_Pending())])
+    assert counters.get("publish_dropped", "queue_full") == 1
+    go_on.set()
+    publisher.close(10.0)
