@@ -116,9 +116,9 @@ def make_plan(
             )
             for number in range(layers)
         ),
-        head_map=dict.fromkeys(reused, one_hot) if mode is Mode.GUIDE else {},
-        head_index=dict.fromkeys(reused, index) if mode is Mode.TRANSLATE else {},
-        head_weight=dict.fromkeys(reused, torch.ones(heads, 1)) if mode is Mode.TRANSLATE else {},
+        head_map={layer: one_hot.clone() for layer in reused} if mode is Mode.GUIDE else {},
+        head_index={layer: index.clone() for layer in reused} if mode is Mode.TRANSLATE else {},
+        head_weight={layer: torch.ones(heads, 1) for layer in reused} if mode is Mode.TRANSLATE else {},
     )
 
 
