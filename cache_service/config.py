@@ -17,6 +17,7 @@ from mapflow.cache_service.core.limits import Limits
 
 DEFAULT_ENDPOINT = "unix:///run/mapflow/mapflow.sock"
 MAX_UNIX_PATH_BYTES = 107
+READ_GRACE_S = 5.0  # engines begin no copy under a lease that has less left, and none takes as long
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -119,6 +120,7 @@ class Config:
             max_lease_s=self.max_lease_s,
             reservation_timeout_s=self.reservation_timeout_s,
             max_keys=self.max_keys,
+            read_grace_s=READ_GRACE_S,
         )
 
 

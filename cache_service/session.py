@@ -56,7 +56,7 @@ class SessionHub:
                     yield response
         finally:
             del self._streams[session_id]
-            self._cache.end_session(session_id)
+            self._cache.end_session(session_id, self._clock())
             self._announce()
             _log.info("session_ended", session_id=session_id)
 

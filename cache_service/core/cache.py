@@ -42,7 +42,7 @@ class Cache:
         self._started_at = now
         self._draining = False
         self._pool = Pool(limits.arena_bytes)
-        self._leases = Leases(self._pool, boot_tag)
+        self._leases = Leases(self._pool, boot_tag, limits.read_grace_s)
         self._reservations = Reservations(self._pool, boot_tag)
         self._sessions = Sessions(boot_tag, limits.session_timeout_s, now)
         self._lookups = 0
@@ -83,10 +83,10 @@ class Cache:
         self._sessions.touch(session_id, now)
         self._sessions.set_interests(session_id, interests)
 
-    def end_session(self, session_id: int) -> None:
+    def end_session(self, session_id: int, now: float) -> None:
         """End a session with everything it holds; one that has ended already is no error."""
         if session_id in self._sessions:
-            self._leases.end_session(session_id)
+            self._leases.end_session(session_id, now)
             self._reservations.end_session(session_id)
             self._sessions.close(session_id)
 
@@ -177,7 +177,7 @@ class Cache:
         self._reservations.expire(now)
         silent = self._sessions.silent(now)
         for session_id in silent:
-            self.end_session(session_id)
+            self.end_session(session_id, now)
         self._expired_sessions += len(silent)
         return tuple(silent)
 

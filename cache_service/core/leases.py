@@ -1,10 +1,12 @@
 """Leases: while one is in force, the chunks under it are not evicted and its extents may be read in place.
 
-A lease ends when its session releases it, when its time is up, and when its session ends.
+A lease ends when its session releases it, when its time is up, and when its session ends. In the last case its chunks
+stay for a while: nobody can read under it any more, but a copy that a GPU began before may not be done.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,21 +20,25 @@ from mapflow.cache_service.core.values import Extent
 class _Lease:
     chunks: tuple[bytes, ...]
     extents: tuple[Extent, ...]
+    expires_at: float
 
 
 class Leases:
     """All leases in force on the chunks of one pool."""
 
-    def __init__(self, pool: Pool, boot_tag: int) -> None:
+    def __init__(self, pool: Pool, boot_tag: int, grace_s: float = 0.0) -> None:
+        """grace_s: how long the chunks of leases stay whose session ends, at most until they would have expired."""
         self._pool = pool
         self._leases: Holdings[_Lease] = Holdings(boot_tag)
+        self._grace_s = grace_s
+        self._fading: list[tuple[float, int, tuple[bytes, ...]]] = []  # heap of (until, lease, chunks)
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def grant(self, session_id: int, chunks: Sequence[bytes], extents: Iterable[Extent], expires_at: float) -> int:
         """Pin a prefix for a session; returns the id of the lease."""
-        lease = _Lease(tuple(chunks), tuple(extents))
+        lease = _Lease(tuple(chunks), tuple(extents), expires_at)
         self._pool.pin(lease.chunks)
         return self._leases.add(session_id, lease, expires_at)
 
@@ -63,13 +69,21 @@ class Leases:
                 raise NotFound(f"lease {lease_id} is not one of session {session_id}")
         self._end(held)
 
-    def end_session(self, session_id: int) -> None:
-        """End every lease of a session."""
-        self._end(self._leases.of_session(session_id))
+    def end_session(self, session_id: int, now: float) -> None:
+        """End every lease of a session; its chunks stay for the grace."""
+        for lease_id in self._leases.of_session(session_id):
+            lease = self._leases.remove(lease_id)
+            heapq.heappush(self._fading, (min(lease.expires_at, now + self._grace_s), lease_id, lease.chunks))
+        self._let_go(now)
 
     def expire(self, now: float) -> None:
-        """End every lease whose time is up."""
+        """End every lease whose time is up, and let go of chunks whose grace is over."""
         self._end(self._leases.due(now))
+        self._let_go(now)
+
+    def _let_go(self, now: float) -> None:
+        while self._fading and self._fading[0][0] <= now:
+            self._pool.unpin(heapq.heappop(self._fading)[2])
 
     def _end(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:

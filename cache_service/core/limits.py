@@ -20,13 +20,17 @@ FORMAT_VERSIONS = (1,)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the cache may use and grant; bytes and seconds."""
+    """What the cache may use and grant; bytes and seconds.
+
+    read_grace_s: how long the chunks of a session's leases stay when it ends: its GPU may still be copying them.
+    """
 
     arena_bytes: int
     session_timeout_s: float
     max_lease_s: float
     reservation_timeout_s: float
     max_keys: int
+    read_grace_s: float = 0.0
 
     @property
     def max_blob_bytes(self) -> int:

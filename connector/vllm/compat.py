@@ -69,7 +69,7 @@ def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         return f"a KV cache of {config.cache_config.cache_dtype} is not supported; no reuse"
     head_dim, dtype = config.model_config.get_head_size(), config.model_config.dtype
-    if current_platform.is_cuda() and (head_dim not in (64, 128) or dtype not in (torch.bfloat16, torch.float16)):
+    if on_gpu() and (head_dim not in (64, 128) or dtype not in (torch.bfloat16, torch.float16)):
         return f"the GPU kernels know heads of 64 and 128 in bfloat16 and float16, not {head_dim} in {dtype}; no reuse"
     return None
 
@@ -125,9 +125,14 @@ def scheduled_rows(output: SchedulerOutput) -> list[ScheduledRows]:
 # --- worker ---
 
 
+def on_gpu() -> bool:
+    """Whether this engine computes on a CUDA GPU; touches none."""
+    return bool(current_platform.is_cuda())
+
+
 def gpu_device() -> torch.device | None:
     """The GPU that this worker computes on; None on a CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if current_platform.is_cuda() else None
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else None
 
 
 def active_connector() -> Any:

@@ -23,6 +23,7 @@ from mapflow.connector.vllm import compat
 from mapflow.connector.vllm.capture import Capture, StepCapture
 from mapflow.connector.vllm.config import ConfigError
 from mapflow.connector.vllm.engine import Engine
+from mapflow.connector.vllm.map_reader import COPY_WITHIN_S
 from mapflow.connector.vllm.messages import RequestStep, ReuseReport
 from mapflow.connector.vllm.publisher import Publisher
 from mapflow.connector.vllm.scheduler import MapScheduler
@@ -132,6 +133,7 @@ class MapFlowConnector(KVConnectorBase_V1):
             published_layers=engine.published_layers,
             sender_id=engine.sender_id,
             clock=time.monotonic,
+            linger_s=COPY_WITHIN_S if compat.on_gpu() else 0.0,
         )
 
     def _safely(self, call: Callable[[], _T], otherwise: _T) -> _T:

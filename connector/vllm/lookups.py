@@ -7,12 +7,13 @@ Nothing here blocks: the scheduler comes back in its next step. What a run of ch
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters, LimitedLog
-from mapflow.connector.messages import Hit, LookupResult, Want
+from mapflow.connector.messages import Hit, Lease, LookupResult, Want
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.messages import MappedChunk
 from mapflow.connector.vllm.request_state import RequestState
@@ -27,13 +28,23 @@ class Lookups:
     """The look-ups under way, at most one a request."""
 
     def __init__(
-        self, client: Client, counters: Counters, *, deadline_s: float, lease_s: float, clock: Callable[[], float]
+        self,
+        client: Client,
+        counters: Counters,
+        *,
+        deadline_s: float,
+        lease_s: float,
+        clock: Callable[[], float],
+        linger_s: float = 0.0,
     ) -> None:
+        """linger_s: how long a lease is held beyond its use, because a GPU may still be copying."""
         self._client = client
         self._counters = counters
         self._deadline_s = deadline_s
         self._lease_s = lease_s
         self._clock = clock
+        self._linger_s = linger_s
+        self._lingering: deque[tuple[float, Lease]] = deque()
         self._log = LimitedLog(logger)
         self._pending: dict[str, tuple[Future[LookupResult], range, float]] = {}
 
@@ -107,10 +118,22 @@ class Lookups:
         if not future.cancel() and future.exception() is None and (lease := future.result().lease) is not None:
             self._client.release([lease])
 
+    def release_lingering(self) -> None:
+        """Release leases whose copies are certainly done; for every step."""
+        over = []
+        while self._lingering and self._lingering[0][0] <= self._clock():
+            over.append(self._lingering.popleft()[1])
+        if over:
+            self._client.release(over)
+
     def _end_lease(self, state: RequestState) -> None:
-        if state.lease is not None:
+        if state.lease is None:
+            return
+        if self._linger_s:
+            self._lingering.append((self._clock() + self._linger_s, state.lease))
+        else:
             self._client.release([state.lease])
-            state.lease = None
+        state.lease = None
 
 
 def _mapped(state: RequestState, hit: Hit, first: int) -> list[MappedChunk]:

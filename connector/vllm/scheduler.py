@@ -57,7 +57,9 @@ class MapScheduler:
         published_layers: Callable[[], tuple[str, tuple[int, ...]]],
         sender_id: Callable[[Plan], str],
         clock: Callable[[], float],
+        linger_s: float = 0.0,
     ) -> None:
+        """linger_s: see `Lookups`."""
         self._namespace = namespace
         self._plans = plans
         self._digests = [plan.digest for plan in plans]
@@ -70,7 +72,12 @@ class MapScheduler:
         self._sender_id = sender_id
         self._requests: dict[str, RequestState] = {}
         self._lookups = Lookups(
-            client, counters, deadline_s=config.lookup_deadline_s, lease_s=config.lease_s, clock=clock
+            client,
+            counters,
+            deadline_s=config.lookup_deadline_s,
+            lease_s=config.lease_s,
+            clock=clock,
+            linger_s=linger_s,
         )
         self._probes: dict[str, Future[LookupResult]] = {}
         self._exact: OrderedDict[bytes, None] = OrderedDict()
@@ -151,6 +158,7 @@ class MapScheduler:
 
     def plan_step(self, rows: Iterable[ScheduledRows]) -> tuple[RequestStep, ...]:
         """Orders for the workers: one `RequestStep` for each scheduled request with prompt rows in this step."""
+        self._lookups.release_lingering()
         return tuple(step for row in rows if (step := self._plan_request(row)) is not None)
 
     def _plan_request(self, rows: ScheduledRows) -> RequestStep | None:

@@ -212,15 +212,38 @@ def test_a_reservation_of_a_silent_writer_does_not_block_its_key(cache: Cache, e
 def test_a_reservation_dies_with_its_session(cache: Cache, engine: Engine) -> None:
     twin = Engine(cache, A)
     engine.reserve(0)
-    cache.end_session(engine.session)
+    cache.end_session(engine.session, 0.0)
     assert twin.reserve(0)[0].state is RESERVED
     assert cache.stats(0.0).used_bytes == 64
+
+
+@pytest.mark.parametrize(("lease_s", "until"), [(9.0, 5.0), (3.0, 3.0)])
+def test_leased_chunks_stay_for_a_while_when_their_session_ends(lease_s: float, until: float) -> None:
+    """A GPU may still be copying them: for the grace, at most until the lease would have ended."""
+    limits = Limits(
+        arena_bytes=64,
+        session_timeout_s=99.0,
+        max_lease_s=9.0,
+        reservation_timeout_s=99.0,
+        max_keys=32,
+        read_grace_s=5.0,
+    )
+    cache = Cache(limits, boot_tag=3, now=0.0)
+    writer, reader = Engine(cache, A), Engine(cache, B)
+    writer.publish(0)
+    cache.lookup(reader.session, KEYS[:1], [Want(Kind.MAP, "m@1", (0,))], lease_s, 0.0)
+    cache.end_session(reader.session, 0.0)
+    assert cache.stats(0.0).num_leases == 0
+    writer.now = until - 0.1
+    assert writer.reserve(7)[0].state is NO_ROOM
+    writer.now = until
+    assert writer.reserve(7)[0].state is RESERVED
 
 
 def test_committed_blobs_outlive_their_session(cache: Cache, engine: Engine) -> None:
     reader = Engine(cache, B)
     engine.publish(0)
-    cache.end_session(engine.session)
+    cache.end_session(engine.session, 0.0)
     assert [
         hit.producer for hit in cache.lookup(reader.session, KEYS[:1], [Want(Kind.MAP, "m@1", (0,))], 0.0, 0.0).hits
     ] == [A]
@@ -337,7 +360,7 @@ def test_sessions_that_are_unknown_ended_or_of_another_boot_are_told_apart(cache
         boot_tag=4,
         now=0.0,
     ).open_session("x", None, 0.0)
-    cache.end_session(engine.session)
+    cache.end_session(engine.session, 0.0)
     cases: list[tuple[int, type[CacheError], str]] = [
         (0, NotFound, "does not exist"),
         (engine.session + 1, NotFound, "does not exist"),

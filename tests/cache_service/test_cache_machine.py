@@ -245,7 +245,7 @@ class Twins:
 
     def end_session(self, session: int) -> None:
         for _ in range(2):
-            self.cache.end_session(session)
+            self.cache.end_session(session, self.model.now)
         self.model.end_session(session)
         with pytest.raises(PreconditionFailed, match="has ended"):
             self.cache.heartbeat(session, self.model.now)
@@ -280,7 +280,7 @@ class Twins:
     def finish_everything(self) -> None:
         """With every session gone all that is left can make way, to the last byte, and no key is blocked."""
         for session in list(self.model.sessions):
-            self.cache.end_session(session)
+            self.cache.end_session(session, self.model.now)
         session = self.cache.open_session("last", Publisher(PRODUCERS[0], NAMESPACE), self.model.now)
         blobs = [NewEntry(b"w" * 16, None, 0, NUM_UNITS * UNIT)]
         blobs += [NewEntry(key, parent_key(chunk), 0, 1) for chunk, key in enumerate(KEYS)]

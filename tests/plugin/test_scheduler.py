@@ -79,7 +79,7 @@ class FakeClient:
 class Bench:
     """A scheduler, its client and a clock."""
 
-    def __init__(self, *, plans: Sequence[Plan] = (), publishes: bool = False) -> None:
+    def __init__(self, *, plans: Sequence[Plan] = (), publishes: bool = False, linger_s: float = 0.0) -> None:
         self.now = 0.0
         self.client = FakeClient()
         self.counters = Counters()
@@ -94,6 +94,7 @@ class Bench:
             published_layers=lambda: ("m@r", (1,)),
             sender_id=lambda plan: plan.sender.model_id,
             clock=lambda: self.now,
+            linger_s=linger_s,
         )
 
     def add(self, request: Request, *, plain_text: bool = True) -> str | None:
@@ -201,6 +202,24 @@ def test_leases_end_after_the_prompt_at_the_end_and_when_cancelled() -> None:
     bench.scheduler.ready("s", 0)
     bench.scheduler.finish("s")  # cancelled while the look-up runs
     assert bench.client.futures[1].cancelled()
+
+
+def test_leases_linger_where_a_gpu_may_still_copy() -> None:
+    bench = Bench(plans=guided().scheduler._plans, linger_s=5.0)
+    bench.add(Request("r", tokens(300)))
+    bench.scheduler.ready("r", 0)
+    bench.client.answer(2)
+    bench.scheduler.ready("r", 0)
+    bench.run("r", 0, 300, restarted=True)
+    bench.scheduler.finish("r")  # cancelled in the middle of its step
+    bench.now = 4.9
+    bench.scheduler.plan_step([])
+    assert bench.client.released == []
+    bench.now = 5.0
+    bench.scheduler.plan_step([])
+    assert bench.client.released == [1]
+    bench.scheduler.plan_step([])
+    assert bench.client.released == [1]
 
 
 def test_a_lease_that_is_about_to_end_is_not_used() -> None:
