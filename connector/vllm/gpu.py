@@ -14,10 +14,12 @@ from mapflow.connector.vllm.capture_buffer import CaptureBuffer
 from mapflow.connector.vllm.facts import EngineFacts
 from mapflow.connector.vllm.kernel_capture import Defer, KernelCapture
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
+from mapflow.connector.vllm.layer_timer import LayerTimer
 from mapflow.connector.vllm.pinned import PinnedArenas
 from mapflow.connector.vllm.reuse import EntryReuse
 from mapflow.connector.vllm.staged_maps import ReadRun
 from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.pack import HEAD_DIMS, KERNEL_DTYPES
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, TILE_DTYPES
@@ -84,11 +86,24 @@ class GpuReuse:
         self._device = device
         self._staging = StagingBuffer(staging_bytes or staging_bytes_for(plans), device)
         self._tensors = DevicePlans(device)
+        self._model = TransferModel()
+        self._timer = LayerTimer(device, len(plans[0].layers))
 
     def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRun) -> KernelReuse:
-        """Reuse of one step whose batch has `num_rows` rows."""
+        """Reuse of one step whose batch has `num_rows` rows; what earlier ones took tells which maps come in time."""
+        for num_bytes, seconds in self._staging.copies_done():
+            self._model.observe_copy(num_bytes, seconds)
+        for observed in self._timer.observed():
+            self._model.observe_layers(*observed)
         return KernelReuse(
-            entries, num_rows=num_rows, device=self._device, staging=self._staging, plans=self._tensors, read=read
+            entries,
+            num_rows=num_rows,
+            device=self._device,
+            staging=self._staging,
+            plans=self._tensors,
+            read=read,
+            model=self._model,
+            timer=self._timer,
         )
 
     def warm_up(self, kv: PagedKV, num_heads: int, max_tokens: int) -> None:

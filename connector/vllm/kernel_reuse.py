@@ -13,10 +13,12 @@ import torch
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.vllm.batch import split_entry
 from mapflow.connector.vllm.kept_blocks import KeptBlocks
+from mapflow.connector.vllm.layer_timer import LayerTimer
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, segment
 from mapflow.connector.vllm.staged_maps import ReadRun, StagedMaps
 from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.block_rows import BlockIndex, BlockRows, ChunkSpan
 from mapflow.kernels.guide import guide_attention
 from mapflow.kernels.map_table import MapTable
@@ -53,6 +55,8 @@ class KernelReuse(StepReuse):
         staging: StagingBuffer,
         plans: DevicePlans,
         read: ReadRun,
+        model: TransferModel,
+        timer: LayerTimer,
     ) -> None:
         """num_rows: rows of the batch's query and out."""
         super().__init__(entries)
@@ -60,14 +64,18 @@ class KernelReuse(StepReuse):
         self._rows: dict[tuple[int, ...], tuple[BlockRows, tuple[ChunkSpan, ...]]] = {}
         self._static: dict[tuple[tuple[int, ...], int, int], BlockIndex] = {}
         self._counts = KeptBlocks()
+        self._timer = timer
+        self._context = max((one.row.row_end for one in entries), default=0)
         self._groups: list[tuple[Plan, list[EntryReuse], StagedMaps]] = []
         for plan in {id(one.plan): one.plan for one in entries}.values():
             of_plan = [one for one in entries if one.plan is plan]
             maps = StagedMaps(plan, of_plan, staging, read, lambda some: self._rows_of(some)[1])
+            maps.give_up(model.late(maps.transfers(), num_rows, self._context))
             self._groups.append((plan, of_plan, maps))
 
     def prepare(self, layer: int) -> None:
         """Start the copies that this layer and the next ones need."""
+        self._timer.begin(layer, self._num_rows, self._context)
         for _, _, maps in self._groups:
             maps.prepare(layer)
 
@@ -113,10 +121,12 @@ class KernelReuse(StepReuse):
         """What only layers up to this one read may be overwritten."""
         for _, _, maps in self._groups:
             maps.finish(layer)
+        self._timer.end(layer)
 
     def end(self) -> None:
         """The step is over, whatever came of it. Waits for the GPU if a request asked for a report."""
         self._staging.consume_all()
+        self._timer.drop()
         self._counts.report()
 
     def _guide_index(self, plan: Plan, of_layer: LayerPlan, layer: int, table: MapTable, rows: BlockRows) -> BlockIndex:

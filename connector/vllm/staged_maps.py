@@ -17,6 +17,7 @@ from mapflow.connector.vllm.map_reader import MapRun
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse
 from mapflow.connector.vllm.staging import Region, StagingBuffer
+from mapflow.connector.vllm.transfer_model import Transfer
 from mapflow.kernels.block_rows import ChunkSpan
 from mapflow.kernels.map_table import MapTable
 from mapflow.kernels.upload import pinned
@@ -50,6 +51,26 @@ class StagedMaps:
         self._pending = list(dict.fromkeys(of.sender_layer for of in plan.layers if of.sender_layer is not None))
         self._staged: dict[int, StagedLayer] = {}
         self._waiting: dict[int, MapRun] | None = None  # of the first pending layer, read before there was room
+
+    def transfers(self) -> list[Transfer]:
+        """What is still to be copied, in that order."""
+        first_use: dict[int, int] = {}
+        for layer, of_layer in enumerate(self._plan.layers):
+            if of_layer.sender_layer is not None:
+                first_use.setdefault(of_layer.sender_layer, layer)
+        sizes = dict.fromkeys(self._pending, 0)
+        for one in self._entries:
+            order = one.row.step.reuse
+            for chunk in order.chunks if order is not None else ():
+                for sender_layer, extent in zip(self._plan.map_layers, chunk.extents):
+                    sizes[sender_layer] += extent.num_bytes
+        return [Transfer(sender_layer, first_use[sender_layer], sizes[sender_layer]) for sender_layer in self._pending]
+
+    def give_up(self, sender_layers: set[int]) -> None:
+        """Leave layers to vLLM whose maps would come too late."""
+        self._pending = [one for one in self._pending if one not in sender_layers]
+        for one in self._entries if sender_layers else ():
+            one.report.reasons["late"] += len(sender_layers)
 
     def prepare(self, layer: int) -> None:
         """Start the copies that a receiver layer and the next ones need, as far as there is room."""

@@ -42,6 +42,7 @@ class StagingBuffer:
         self._regions: list[Region] = []
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._timed: list[tuple[Any, Any, int]] = []
 
     @property
     def num_bytes(self) -> int:
@@ -70,11 +71,20 @@ class StagingBuffer:
             for offset, part in parts:
                 target[offset : offset + part.shape[0]] = part
         else:
+            started, region.copied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(self._stream):
+                started.record(self._stream)
                 for offset, part in parts:
                     target[offset : offset + part.shape[0]].copy_(part, non_blocking=True)
-                region.copied = self._stream.record_event()
+                region.copied.record(self._stream)
+            self._timed.append((started, region.copied, num_bytes))
         return region
+
+    def copies_done(self) -> list[tuple[int, float]]:
+        """Bytes and seconds of the copies that ended since the last call; waits for none."""
+        done = [one for one in self._timed if one[1].query()]
+        self._timed = [one for one in self._timed if one not in done]
+        return [(num_bytes, 1e-3 * started.elapsed_time(ended)) for started, ended, num_bytes in done]
 
     def wait(self, region: Region) -> None:
         """Let the current stream wait until a region is filled."""

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from mapflow.connector.messages import Extent
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
+from mapflow.connector.vllm.layer_timer import LayerTimer
 from mapflow.connector.vllm.map_reader import MapRun
 from mapflow.connector.vllm.messages import MappedChunk, RequestStep, ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
 from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import blob_num_bytes, write_blob
 from mapflow.kernels.blob_run import read_run
@@ -72,7 +75,8 @@ class _Step:
         for entry, (segment, table) in enumerate(zip(self.batch.segments, tables)):
             end = segment.row_end - 7
             first = segment.row_begin // CHUNK
-            chunks = tuple(MappedChunk(index=first + i, key=b"k", extents=()) for i in range(2))
+            extents = tuple(Extent(0, 0, 1000 * layer) for layer in self.plan.map_layers)
+            chunks = tuple(MappedChunk(index=first + i, key=b"k", extents=extents) for i in range(2))
             order = ReuseOrder(plan=0, row_begin=segment.row_begin, row_end=end, chunks=chunks, counted=entry == 0)
             row = BatchRow(
                 step=RequestStep(
@@ -110,7 +114,7 @@ class _Step:
         sizes = ([blob_num_bytes(one) for maps in layer for one in maps] for layer in self.maps.values())
         return max(sum(one) + 32 * SENDER_HEADS * len(one) + 64 for one in sizes)
 
-    def kernels(self, staging_bytes: int) -> KernelReuse:
+    def kernels(self, staging_bytes: int, model: TransferModel | None = None) -> KernelReuse:
         device = self.batch.device
         entries = self.entries([one.block_table for one in self.batch.segments], with_maps=False)
         rows = self.batch.num_rows
@@ -121,6 +125,8 @@ class _Step:
             staging=StagingBuffer(staging_bytes, device),
             plans=DevicePlans(device),
             read=self.read,
+            model=model or TransferModel(),
+            timer=LayerTimer(device, len(LAYERS)),
         )
 
 
@@ -171,6 +177,19 @@ def test_less_room_than_one_layer_needs(step: _Step) -> None:
     reused = [not bool(out.isnan().all()) for out in outs]
     assert reused == [layer.mode in (Mode.STATIC,) for layer in LAYERS]
     assert reuse.entries[0].report.reasons == {"staging_full": 5}
+
+
+def test_maps_that_would_come_too_late(step: _Step) -> None:
+    """Of sender layers 5, 1, 2, 3, 4, in this order, with 1 s a layer of the receiver and 10 kB/s."""
+    model = TransferModel()
+    model.observe_copy(10_000, 1.0)
+    model.observe_layers(step.batch.num_rows, max(one.row_end for one in step.batch.segments), 1.0)
+    reuse = step.kernels(4 << 20, model)
+    _run(reuse, step.batch)
+    # 5: 20 kB for receiver layer 2, late; 1: 4 kB for 3; 2: 8 kB for 4; 3: 12 kB for 6; 4: 16 kB for 7
+    assert [layer for entry, layer in step.reads if entry == 0] == [1, 2, 3, 4]
+    assert reuse.entries[0].report.reasons == {"late": 1}
+    assert reuse.entries[0].report.modes == {"static": 1, "guide": 2, "translate": 2}
 
 
 def test_rows_that_nobody_measured(step: _Step, monkeypatch: pytest.MonkeyPatch) -> None:

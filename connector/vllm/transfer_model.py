@@ -1,0 +1,72 @@
+"""Whether maps can be there in time: what copies and layers took lately, and what that means for a step to come.
+
+Pure arithmetic on observed seconds. Maps are copied one layer after the other while the receiver computes; a layer
+whose maps would come later than the layer itself is better computed, so it is given up before the step begins, and
+those behind it come earlier. Without observations everything is expected in time: the first steps are observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_WEIGHT = 0.25  # of a new observation in the running mean
+_SLACK = 1.1  # a copy may take this much longer than was observed
+_FORGIVENESS = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Maps that a step wants: of a sender layer, first read by receiver layer `first_use`."""
+
+    sender_layer: int
+    first_use: int
+    num_bytes: int
+
+
+class TransferModel:
+    """Running means of one worker."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s: float | None = None
+        self._layer_s: dict[tuple[int, int], float] = {}
+
+    def observe_copy(self, num_bytes: int, seconds: float) -> None:
+        """A copy of so many bytes took so long."""
+        if num_bytes > 0 and seconds > 0:
+            self._bytes_per_s = _mean(self._bytes_per_s, num_bytes / seconds)
+
+    def observe_layers(self, num_rows: int, context: int, seconds: float) -> None:
+        """A layer of a step took so long on average; num_rows: of the batch, context: longest prompt so far in it."""
+        if num_rows > 0 and seconds > 0:
+            kind = _kind(num_rows, context)
+            self._layer_s[kind] = _mean(self._layer_s.get(kind), seconds)
+
+    def late(self, wanted: Sequence[Transfer], num_rows: int, context: int) -> set[int]:
+        """Sender layers whose maps would come too late for their first reader, in a step of such a size.
+
+        `wanted`: in the order in which they will be copied. Where all of them are late nothing will be copied and so
+        nothing be learnt, so the link is then trusted a little more the next time.
+        """
+        layer_s = self._layer_s.get(_kind(num_rows, context))
+        if layer_s is None or self._bytes_per_s is None:
+            return set()
+        found, copied_at = set(), 0.0
+        for one in wanted:
+            done = copied_at + _SLACK * one.num_bytes / self._bytes_per_s
+            if done > one.first_use * layer_s:
+                found.add(one.sender_layer)
+            else:
+                copied_at = done
+        if wanted and len(found) == len(wanted):
+            self._bytes_per_s *= _FORGIVENESS
+        return found
+
+
+def _mean(before: float | None, new: float) -> float:
+    return new if before is None else before + _WEIGHT * (new - before)
+
+
+def _kind(num_rows: int, context: int) -> tuple[int, int]:
+    """Steps of about the same cost, within a factor of two in each."""
+    return max(num_rows, 1).bit_length(), max(context, 1).bit_length()
