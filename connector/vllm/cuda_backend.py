@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from mapflow.connector.vllm import compat
+from mapflow.connector.vllm import compat, query_skip
 from mapflow.connector.vllm.attention import ReusingAttention
 from mapflow.connector.vllm.batch import RowRange
 from mapflow.kernels.paged import PagedKV
@@ -49,7 +49,8 @@ class MapFlowFlashBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[MapFlowFlashImpl]:
-        """The layer above."""
+        """The layer above. A model is being built: from here on its QKV layers are looked at."""
+        query_skip.install()
         return MapFlowFlashImpl
 
     @staticmethod

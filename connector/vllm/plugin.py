@@ -15,9 +15,6 @@ def register() -> None:
     # vLLM's default names are overridden, so that nobody needs a flag; the classes pass through without a connector.
     register_backend(AttentionBackendEnum.CPU_ATTN, "mapflow.connector.vllm.cpu_backend.MapFlowCPUBackend")
     register_backend(AttentionBackendEnum.FLASH_ATTN, "mapflow.connector.vllm.cuda_backend.MapFlowFlashBackend")
-    from mapflow.connector.vllm import query_skip
-
-    query_skip.install()
     _log_like_vllm()
 
 

@@ -30,7 +30,11 @@ _library = torch.library.Library("mapflow", "FRAGMENT")
 
 
 def install() -> None:
-    """Look at every QKV layer that is built from now on; may be called again."""
+    """Look at every QKV layer that is built from now on; may be called again.
+
+    Called when a model's first attention layer is made, not when the plugin is loaded: what is imported here has no
+    business in a process that builds no model. The first layer's own projection exists by then and stays as it is.
+    """
     original = QKVParallelLinear.__init__
     if hasattr(original, _PATCHED):
         return
