@@ -244,3 +244,4 @@ def _distance(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> float:
 def test_nothing_went_wrong(outcomes: dict[str, Outcome], variant: str) -> None:
     assert "Traceback" not in outcomes[variant].log
     assert "runs without reuse" not in outcomes[variant].log
+    assert "projection[rows_without_queries]=" in outcomes[variant].log, "translated rows have no queries"
