@@ -94,7 +94,10 @@ class MapFlowConnector(KVConnectorBase_V1):
         if device is not None and engine.plans:
             from mapflow.connector.vllm.gpu import GpuReuse  # needs Triton
 
-            self._gpu = GpuReuse(engine.plans, device, engine.config.staging_bytes)
+            settings = engine.config
+            self._gpu = GpuReuse(
+                engine.plans, device, settings.staging_bytes, skip_late_layers=settings.skip_late_layers
+            )
         capture = self._start_capture(engine, device) if engine.facts.publishes else None
         self.map_worker = MapWorker(
             plans=engine.plans,

@@ -75,8 +75,12 @@ class GpuSender:
 class GpuReuse:
     """Of one worker."""
 
-    def __init__(self, plans: Sequence[Plan], device: torch.device, staging_bytes: int) -> None:
+    def __init__(
+        self, plans: Sequence[Plan], device: torch.device, staging_bytes: int, *, skip_late_layers: bool = True
+    ) -> None:
         """staging_bytes: of GPU memory; 0 for what the plans' modes need as a rule.
+
+        skip_late_layers: whether layers are computed whose maps would come too late.
 
         Raises:
             torch.OutOfMemoryError: the memory is not there.
@@ -88,13 +92,16 @@ class GpuReuse:
         self._tensors = DevicePlans(device)
         self._model = TransferModel()
         self._timer = LayerTimer(device, len(plans[0].layers))
+        self._skip_late_layers = skip_late_layers
 
     def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRun) -> KernelReuse:
         """Reuse of one step whose batch has `num_rows` rows; what earlier ones took tells which maps come in time."""
-        for num_bytes, seconds in self._staging.copies_done():
-            self._model.observe_copy(num_bytes, seconds)
-        for observed in self._timer.observed():
-            self._model.observe_layers(*observed)
+        copies, layers = self._staging.copies_done(), self._timer.observed()
+        if self._skip_late_layers:
+            for num_bytes, seconds in copies:
+                self._model.observe_copy(num_bytes, seconds)
+            for observed in layers:
+                self._model.observe_layers(*observed)
         return KernelReuse(
             entries,
             num_rows=num_rows,

@@ -130,7 +130,8 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
     published = folder / "published"
 
     def transfer(role: str, used: Sequence[str]) -> dict[str, Any]:
-        extra = {"endpoint": endpoint, "plan": list(used), "lookup_deadline_s": 2.0}
+        # layers of this model take less time than a copy may
+        extra = {"endpoint": endpoint, "plan": list(used), "lookup_deadline_s": 2.0, "skip_late_layers": False}
         return {"kv_connector": "mapflow", "kv_role": role, "kv_connector_extra_config": extra}
 
     def batch(mapflow: dict[str, Any] | None) -> dict[str, Any]:
