@@ -139,11 +139,11 @@ class Baselines:
         return describe("flex_attention", "bf16", kept_share(mask)), measured
 
 
-def keep_blocks(heads: int, num_blocks: int, density: float, seed: int) -> torch.Tensor:
+def keep_blocks(heads: int, num_blocks: int, density: float, seed: int, device: str = "cuda") -> torch.Tensor:
     """bool [heads, num_blocks, num_blocks], `density` of the causal blocks of each row, at least the diagonal."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    order = torch.rand(heads, num_blocks, num_blocks, device="cuda", generator=generator)
-    place = torch.arange(num_blocks, device="cuda")
+    generator = torch.Generator(device).manual_seed(seed)
+    order = torch.rand(heads, num_blocks, num_blocks, device=device, generator=generator)
+    place = torch.arange(num_blocks, device=device)
     order[:, :, 0] = 2.0
     order[:, place[1:], place[:-1]] = 3.0
     order[:, place, place] = 4.0

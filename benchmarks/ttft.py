@@ -95,6 +95,11 @@ class Engine:
         return answer
 
 
+def first_layers(layers: int) -> list[int]:
+    """Of a receiver with so many layers, the first that reuse anything: r = 3, and a third of them."""
+    return sorted({min(3, layers - 1), layers // 3})
+
+
 def variants(layers: int, arguments: argparse.Namespace) -> list[Variant]:
     """What is measured, in this order within every repeat."""
     found = [
@@ -102,7 +107,7 @@ def variants(layers: int, arguments: argparse.Namespace) -> list[Variant]:
         Variant(mode="exact", engine="mapflow", tier=""),
         Variant(mode="miss", engine="mapflow", tier=""),
     ]
-    for r in sorted({min(3, layers - 1), layers // 3}):
+    for r in first_layers(layers):
         guide = {"r": r, "density": arguments.guide_density}
         found.append(Variant(mode="guide", engine="mapflow", tier="pinned", plan=f"guide-{r}", **guide))
         found.append(Variant(mode="online", engine="online", tier="", plan=f"static-{r}", **guide))
@@ -246,7 +251,8 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="mapflow-") as name, ExitStack() as stack:
         folder = Path(name)
-        sender, receiver = (make_model(folder / side, model) for side, model in _sides(folder, arguments))
+        sender = make_model(folder / "sender", arguments.sender)
+        receiver = make_model(folder / "receiver", arguments.receiver)
         plans = _plans(sender, receiver, arguments)
         for plan in plans.values():
             plan.save(folder / f"{plan.name}.safetensors")
@@ -259,7 +265,7 @@ def main() -> None:
         running = stack.enter_context(engines(folder, receiver, plans, endpoint, arguments))
         client, producer = _publisher(endpoint, next(iter(plans.values())))
         stack.callback(client.close)
-        wanted = [one for one in variants(len(_first(plans).layers), arguments) if one.engine in running]
+        wanted = [one for one in variants(SHAPES[arguments.receiver].layers, arguments) if one.engine in running]
         print(f"{'mode':10} {'context':>7} {'r':>3} {'density':>7} {'ms':>9} {'change':>8}")
         for context in arguments.contexts:
             prompts = _publish_all(client, producer, plans, context, arguments)
@@ -276,22 +282,11 @@ def main() -> None:
         print(f"decode, ms a token: {report['decode_ms_per_token']}; written to {output}")
 
 
-def _sides(folder: Path, arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    sides = [("sender", arguments.sender), ("receiver", arguments.receiver)]
-    for side, _ in sides:
-        (folder / side).mkdir()
-    return sides
-
-
-def _first(plans: dict[str, Plan]) -> Plan:
-    return next(iter(plans.values()))
-
-
 def _plans(sender: Path, receiver: Path, arguments: argparse.Namespace) -> dict[str, Plan]:
     layers = SHAPES[arguments.receiver].layers
     block = 128 if torch.cuda.is_available() else 64
     found = {}
-    for r in sorted({min(3, layers - 1), layers // 3}):
+    for r in first_layers(layers):
         for mode in (Mode.GUIDE, Mode.TRANSLATE, Mode.STATIC):
             name = f"{mode.value}-{r}"
             size: dict[str, Any] = {"first_layer": r, "block": block, "chunk_tokens": CHUNK_TOKENS}

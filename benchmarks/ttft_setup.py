@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
+from kernel_inputs import keep_blocks
 from safetensors.torch import save_file
 
 from mapflow.connector.client import Client
@@ -80,7 +80,7 @@ SHAPES = {
 def make_model(folder: Path, name: str) -> Path:
     """A model directory for `load_format="dummy"`: configuration, tokenizer, and weights that nobody loads."""
     path = folder / name
-    path.mkdir()
+    path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(SHAPES[name].config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / file, path / file)
@@ -147,7 +147,7 @@ def publish(
     """Publish synthetic maps of a prompt in every sender layer that the plan reads; returns their bytes."""
     keys = namespace.chunk_keys(prompt)
     rows = plan.chunk_tokens // plan.block
-    kept = keep_blocks(plan.sender.num_heads, len(keys) * rows, density)
+    kept = keep_blocks(plan.sender.num_heads, len(keys) * rows, density, seed=1, device="cpu")
     with_tiles = any(layer.mode is Mode.TRANSLATE for layer in plan.layers)
     total = 0
     for chunk, key in enumerate(keys):
@@ -161,22 +161,7 @@ def publish(
     return total
 
 
-def keep_blocks(heads: int, num_blocks: int, density: float) -> npt.NDArray[np.bool_]:
-    """bool [heads, num_blocks, num_blocks]: `density` of each row's causal blocks, at least the diagonal."""
-    order = np.random.default_rng(1).random((heads, num_blocks, num_blocks))
-    place = np.arange(num_blocks)
-    order[:, :, 0] = 2.0
-    order[:, place[1:], place[:-1]] = 3.0
-    order[:, place, place] = 4.0
-    order[:, place[None, :] > place[:, None]] = -1.0
-    rank = (-order).argsort(-1).argsort(-1)
-    wanted = np.maximum(np.round(density * (place + 1)), 1)
-    kept: npt.NDArray[np.bool_] = (rank < wanted[None, :, None]) & (order > -1.0)
-    return kept
-
-
-def _blob(kept: npt.NDArray[np.bool_], chunk: int, block: int, with_tiles: bool) -> bytearray:
-    mask = torch.from_numpy(np.ascontiguousarray(kept))
+def _blob(mask: torch.Tensor, chunk: int, block: int, with_tiles: bool) -> bytearray:
     tiles = None
     if with_tiles:
         ends = mask.sum(-1).flatten().cumsum(0).view(mask.shape[:2]).int()

@@ -154,8 +154,9 @@ class AttentionMap:
         """The same map on a device."""
         tiles = self.tiles
         if tiles is not None:
-            moved = (one.to(device) for one in (tiles.indptr, tiles.indices, tiles.values))
-            tiles = TileSet(**dict(zip(("indptr", "indices", "values"), moved)))
+            tiles = TileSet(
+                indptr=tiles.indptr.to(device), indices=tiles.indices.to(device), values=tiles.values.to(device)
+            )
         return replace(self, mass=self.mass.to(device), row_counts=self.row_counts.to(device), tiles=tiles)
 
     @property

@@ -18,6 +18,12 @@ verifies the header and the heads it takes has verified every byte it used. No t
 
 import struct
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+_Offset = TypeVar("_Offset", int, npt.NDArray[np.int64])
 
 MAGIC = b"MFAM"
 FORMAT_VERSION = 1
@@ -35,8 +41,8 @@ CHECKSUM_FIELD = slice(56, 64)
 _HEADER = struct.Struct("<4sHHBBBBIIIIIIIQQQ")
 
 
-def align(offset: int, to: int = 64) -> int:
-    """`offset` rounded up to a multiple of `to`."""
+def align(offset: _Offset, to: int = 64) -> _Offset:
+    """`offset`, a number or an array of them, rounded up to a multiple of `to`."""
     return -(-offset // to) * to
 
 

@@ -84,8 +84,9 @@ def read_run(buffers: Sequence[Buffer], identities: Sequence[int]) -> BlobRun:
     """
     if not buffers or len(buffers) != len(identities):
         raise ValueError(f"buffers: expected one or more and as many identities, got {len(buffers)}, {len(identities)}")
-    first = read_prologue(memoryview(buffers[0]).cast("B"))[0]
-    prologues = _copy_prologues(buffers, first)
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    first = read_prologue(views[0])[0]
+    prologues = _copy_prologues(views, first)
     fields = prologues[:, : layout.HEADER_BYTES].copy().view(_FIELDS)[:, 0]
     chunks = np.arange(len(buffers), dtype=np.int64) + first.chunk_index
     _check(fields["alike"] == fields["alike"][0], prologues, "another kind of map than the first")
@@ -100,8 +101,7 @@ def read_run(buffers: Sequence[Buffer], identities: Sequence[int]) -> BlobRun:
     gapless = (offsets[:, 0] == first.prologue_bytes) & (offsets[:, 1:] == ends[:, :-1]).all(1)
     total = fields["total_bytes"].astype(np.int64)
     _check(gapless & (ends[:, -1] == total), prologues, "sections with gaps")
-    lengths = np.array([len(memoryview(buffer).cast("B")) for buffer in buffers])
-    _check(lengths >= total, prologues, "", BlobErrorReason.TRUNCATED)
+    _check(np.array([len(view) for view in views]) >= total, prologues, "", BlobErrorReason.TRUNCATED)
     parts, num_tiles, fits = _sections(sizes, columns, first)
     _check(fits.all(1), prologues, "sections of another size than their tiles need")
     counts = prologues[:, layout.HEADER_BYTES : layout.HEADER_BYTES + 4 * first.num_row_blocks].copy().view("<i4")
@@ -119,10 +119,9 @@ def read_run(buffers: Sequence[Buffer], identities: Sequence[int]) -> BlobRun:
     )
 
 
-def _copy_prologues(buffers: Sequence[Buffer], first: Header) -> npt.NDArray[np.uint8]:
-    prologues = np.empty((len(buffers), first.prologue_bytes), dtype=np.uint8)
-    for number, buffer in enumerate(buffers):
-        view = memoryview(buffer).cast("B")
+def _copy_prologues(views: Sequence[memoryview], first: Header) -> npt.NDArray[np.uint8]:
+    prologues = np.empty((len(views), first.prologue_bytes), dtype=np.uint8)
+    for number, view in enumerate(views):
         if len(view) < first.prologue_bytes:
             raise BlobError(BlobErrorReason.TRUNCATED, f"blob {number}: {len(view)} bytes")
         prologues[number] = np.frombuffer(view, dtype=np.uint8, count=first.prologue_bytes)
@@ -167,19 +166,15 @@ def _sections(
     sizes: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], first: Header
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Offsets inside each head's section [chunks, heads, 4], its tiles [chunks, heads], and whether they fill it."""
-    indptr = _align(first.num_row_blocks * columns)[:, None]
+    indptr = layout.align(first.num_row_blocks * columns)[:, None]
     if first.tile_dtype == layout.TILES_NONE:
         num_tiles = np.zeros_like(sizes)
         at = [np.zeros_like(sizes), *[np.broadcast_to(indptr, sizes.shape)] * 3]
         return np.stack(at, axis=2), num_tiles, sizes == indptr
-    indices = _align(indptr + 4 * (first.num_row_blocks + 1))
+    indices = layout.align(indptr + 4 * (first.num_row_blocks + 1))
     tile_bytes = HeadLayout(first, 1).tiles_bytes
     num_tiles = (sizes - indices) // (tile_bytes + 4)  # what alignment adds is less than one tile
-    tiles = _align(indices + 4 * num_tiles)
-    fits = (num_tiles >= 0) & (sizes == _align(tiles + num_tiles * tile_bytes))
+    tiles = layout.align(indices + 4 * num_tiles)
+    fits = (num_tiles >= 0) & (sizes == layout.align(tiles + num_tiles * tile_bytes))
     at = [np.zeros_like(sizes), np.broadcast_to(indptr, sizes.shape), np.broadcast_to(indices, sizes.shape), tiles]
     return np.stack(at, axis=2), num_tiles, fits
-
-
-def _align(offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return -(-offsets // 64) * 64

@@ -66,44 +66,31 @@ class ReusingAttention:
         worker: MapWorker = connector.map_worker
         number = compat.layer_number(layer.layer_name)
         kv = self.paged_kv(layer, kv_cache)
-        if number is None or kv is None or not compat.is_plain_attention(self, attn_metadata):
-            reason = "layer_name" if number is None else "attention_type" if kv is not None else "kv_layout"
-            worker.skip_layer(reason, layer.layer_name)
-            if kv is None or number is None:  # a layer whose queries are always there
-                return plain(query, attn_metadata, output)
-            self._compute(worker, number, query, kv, attn_metadata, output, plain)
-            return output
-        worker.queries.eligible.add(number)
+        if number is None or kv is None:  # a layer whose queries are always there
+            worker.skip_layer("layer_name" if number is None else "kv_layout", layer.layer_name)
+            return plain(query, attn_metadata, output)
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
-        try:
-            if not worker.is_placed:
-                worker.place(**compat.batch_shape(attn_metadata, kv, connector.page_size))
-            done = self._reuse(worker, number, rows, kv, attn_metadata, out, plain)
-        except Exception:
-            logger.exception("mapflow: reuse failed in layer %d; vLLM computes it", number)
-            worker.drop_reuse("internal")
-            done = False
+        is_eligible = compat.is_plain_attention(self, attn_metadata)
+        done = False
+        if is_eligible:
+            worker.queries.eligible.add(number)
+            try:
+                if not worker.is_placed:
+                    worker.place(**compat.batch_shape(attn_metadata, kv, connector.page_size))
+                done = self._reuse(worker, number, rows, kv, attn_metadata, out, plain)
+            except Exception:
+                logger.exception("mapflow: reuse failed in layer %d; vLLM computes it", number)
+                worker.drop_reuse("internal")
+        else:
+            worker.skip_layer("attention_type", layer.layer_name)
         if not done:
-            self._compute(worker, number, query, kv, attn_metadata, output, plain)
-        self._measure(worker, number, rows, kv)
+            plain(query, attn_metadata, output)
+            if worker.queries.lacks(number):  # vLLM cannot compute those rows any more
+                worker.queries.attend(number, rows, kv, self.scale, out)
+        if is_eligible:
+            self._measure(worker, number, rows, kv)
         return output
-
-    def _compute(
-        self,
-        worker: MapWorker,
-        number: int,
-        query: torch.Tensor,
-        kv: PagedKV,
-        metadata: Any,
-        output: torch.Tensor,
-        plain: Plain,
-    ) -> None:
-        """The whole batch as vLLM does, and rows whose queries were not computed by translation all the same."""
-        plain(query, metadata, output)
-        if worker.queries.lacks(number):
-            out = output.view(output.shape[0], self.num_heads, self.head_size)[: metadata.num_actual_tokens]
-            worker.queries.attend(number, query[: metadata.num_actual_tokens], kv, self.scale, out)
 
     def _reuse(
         self,

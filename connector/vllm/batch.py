@@ -90,23 +90,24 @@ def _matches(
     """
     entries: dict[tuple[int, int], list[int]] = defaultdict(list)
     orders: dict[tuple[int, int], list[RequestStep]] = defaultdict(list)
-    for entry, seq_len in enumerate(seq_lens):
-        entries[seq_len - query_start[entry + 1] + query_start[entry], seq_len].append(entry)
+    rows_of = [(end - query_start[entry + 1] + query_start[entry], end) for entry, end in enumerate(seq_lens)]
+    for entry, rows in enumerate(rows_of):
+        entries[rows].append(entry)
     for step in steps:
-        orders[step.row_begin, step.row_end].append(step)
+        if step.row_begin < step.row_end:
+            orders[step.row_begin, step.row_end].append(step)
     matches, ambiguous = [], []
     for rows, wanted in orders.items():
-        if len(wanted) == 1 and len(entries[rows]) == 1 and rows[0] < rows[1]:
+        if len(wanted) == 1 and len(entries[rows]) == 1:
             matches.append((entries[rows][0], wanted[0]))
-        elif rows[0] < rows[1]:
+        else:
             ambiguous += entries[rows]
     if ambiguous:
         last = [(seq_lens[entry] - 1) // page_size for entry in ambiguous]
         pages = (block_table[ambiguous, last] // pages_per_block).tolist()
         by_page = {(step.last_page, step.row_begin, step.row_end): step for step in steps}
         for entry, page in zip(ambiguous, pages):
-            begin = seq_lens[entry] - query_start[entry + 1] + query_start[entry]
-            found = by_page.get((page, begin, seq_lens[entry]))
+            found = by_page.get((page, *rows_of[entry]))
             if found is not None:
                 matches.append((entry, found))
     return sorted(matches, key=lambda match: match[0])

@@ -19,11 +19,6 @@ ALIGNMENT = 256  # bytes; where rooms and the sections in them begin
 _PINNED_BYTES = 16 << 20  # of the page-locked memory that copies pass through
 
 
-def aligned(num_bytes: int) -> int:
-    """Rounded up to the alignment of rooms."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
     """Bytes [begin, end) of the buffer."""

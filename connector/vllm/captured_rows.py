@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from mapflow.connector.vllm.capture_buffer import CaptureBuffer, Room, aligned
+from mapflow.connector.vllm.capture_buffer import ALIGNMENT, CaptureBuffer, Room
 from mapflow.kernels.attention_map import AttentionMap, TileSet
+from mapflow.kernels.blob_layout import align
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,7 +71,7 @@ class Layout:
         sizes = [self.num_rows, cells * self.num_columns]
         if self.tile_dtype is not None:
             sizes += [4 * cells, 4 * cells * self.num_columns]
-        self._ends = list(accumulate((aligned(size) for size in sizes), initial=0))
+        self._ends = list(accumulate((align(size, ALIGNMENT) for size in sizes), initial=0))
 
     @property
     def num_bytes(self) -> int:

@@ -20,12 +20,12 @@ class KeptBlocks:
     """Of one step."""
 
     def __init__(self) -> None:
-        self._on_device: list[tuple[list[EntryReuse], int, torch.Tensor]] = []
+        self._on_device: list[tuple[list[tuple[EntryReuse, int, int]], int, torch.Tensor]] = []
 
     def add_index(self, entries: Sequence[EntryReuse], rows: BlockRows, index: BlockIndex) -> None:
         """Blocks that an index keeps; its segments are the ranges of `entries`, one after the other."""
         if any(map(_is_counted, entries)):
-            owners = [one for one in entries for _ in one.ranges]
+            owners = [(one, begin, end) for one in entries for begin, end in one.ranges]
             kept = torch.zeros(len(owners), dtype=torch.int32, device=rows.device)
             kept.index_add_(0, rows.lines[:, 0], index.counts.sum(1, dtype=torch.int32))
             self._on_device.append((owners, index.counts.shape[1], kept))
@@ -44,11 +44,8 @@ class KeptBlocks:
     def report(self) -> None:
         """Write what was counted into the entries' reports; waits for the device where it has to."""
         for owners, num_heads, kept in self._on_device:
-            seen: dict[int, int] = {}
-            for one, number in zip(owners, kept.tolist()):
-                begin, end = one.ranges[seen.get(one.entry, 0)] if one.ranges else (0, 0)
-                seen[one.entry] = seen.get(one.entry, 0) + 1
-                if _is_counted(one) and end > begin:
+            for (one, begin, end), number in zip(owners, kept.tolist()):
+                if _is_counted(one):
                     first, last = begin // one.plan.block, -(-end // one.plan.block)
                     count_blocks(one.report, number, first, last, num_heads)
         self._on_device.clear()

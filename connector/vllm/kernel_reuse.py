@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from mapflow.connector.plan import LayerPlan, Mode, Plan
-from mapflow.connector.vllm.batch import split_entry
 from mapflow.connector.vllm.kept_blocks import KeptBlocks
 from mapflow.connector.vllm.layer_timer import LayerTimer
 from mapflow.connector.vllm.messages import ReuseOrder
@@ -26,6 +25,7 @@ from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.row_segment import RowSegment
 from mapflow.kernels.select import select_blocks, select_static
 from mapflow.kernels.translate import translate_attention
+from mapflow.kernels.upload import upload
 
 
 class DevicePlans:
@@ -39,7 +39,7 @@ class DevicePlans:
         """`kind`: "head_map", "head_index" or "head_weight" of a receiver layer."""
         key = (plan.name, kind, layer)
         if key not in self._tensors:
-            self._tensors[key] = getattr(plan, kind)[layer].to(self._device)
+            self._tensors[key] = upload(getattr(plan, kind)[layer], self._device)
         return self._tensors[key]
 
 
@@ -152,10 +152,10 @@ class KernelReuse(StepReuse):
             spans: list[ChunkSpan] = []
             slot = 0
             for one in entries:
-                row = one.row
-                assert row.step.reuse is not None
-                span = _span(plan, row.step.reuse, slot)
-                inside, _ = split_entry(one.entry, row.query_begin, row.row_begin, row.row_end, one.ranges)
+                order = one.row.step.reuse
+                assert order is not None
+                span = _span(plan, order, slot)
+                inside = one.reused_rows()
                 segments += [segment(one, rows) for rows in inside]
                 spans += [span] * len(inside)
                 slot += span.num_chunks

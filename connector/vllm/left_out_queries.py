@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from mapflow.connector.plan import Mode
-from mapflow.connector.vllm.batch import gaps, split_entry
+from mapflow.connector.vllm.batch import gaps
 from mapflow.connector.vllm.map_reader import MapReader
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
 from mapflow.kernels.paged import PagedKV
@@ -43,12 +43,8 @@ class LeftOutQueries:
         if not translated:
             return None
         self._left_out[layer] = [(entry, list(entry.ranges)) for entry in translated]
-        inside = []
-        for one in translated:
-            row = one.row
-            for rows in split_entry(one.entry, row.query_begin, row.row_begin, row.row_end, one.ranges)[0]:
-                inside.append((rows.query_begin, rows.query_begin + rows.num_rows))
-        return gaps(inside, num_rows)
+        inside = [rows for one in translated for rows in one.reused_rows()]
+        return gaps([(rows.query_begin, rows.query_begin + rows.num_rows) for rows in inside], num_rows)
 
     def lacks(self, layer: int) -> bool:
         """Whether rows of this layer have no queries in this step."""

@@ -84,7 +84,7 @@ def _shape_of_projection(
 
 def _rows_with_queries(layer_name: str, num_rows: int) -> Sequence[tuple[int, int]] | None:
     connector = compat.active_connector()
-    number = compat.layer_number(f"{layer_name}.")
+    number = compat.layer_number(layer_name)
     if connector is None or number is None or not connector.map_worker.has_work:
         return None
     try:
@@ -112,7 +112,7 @@ class _Projection(UnquantizedLinearMethod):
 def _adopt(layer: Any) -> None:
     """Give a layer the projection above, if a plan of this engine translates it and its weights are plain."""
     config = get_current_vllm_config_or_none()
-    number = compat.layer_number(f"{layer.prefix}.")
+    number = compat.layer_number(layer.prefix)
     if config is None or number is None or config.lora_config is not None:
         return
     if type(layer.quant_method) is not UnquantizedLinearMethod or number not in _translated(config):

@@ -49,6 +49,11 @@ class EntryReuse:
         plan = self.plan.layers[layer]
         return plan if plan.mode is not Mode.COMPUTE and self.ranges and self.usable(plan) else None
 
+    def reused_rows(self) -> list[RowRange]:
+        """The rows of `ranges` that are in this step, where they stand in the batch."""
+        row = self.row
+        return split_entry(self.entry, row.query_begin, row.row_begin, row.row_end, self.ranges)[0]
+
     def usable(self, plan: LayerPlan) -> bool:
         """Whether the maps that a layer needs are here."""
         return not plan.needs_map or plan.sender_layer in self.maps
@@ -112,10 +117,7 @@ class StepReuse:
             out: float [num_tokens, num_heads, head_dim]; rows that are not reused are left alone.
         """
         for entry, plan in self.reused_entries(layer).values():
-            inside, _ = split_entry(
-                entry.entry, entry.row.query_begin, entry.row.row_begin, entry.row.row_end, entry.ranges
-            )
-            for rows in inside:
+            for rows in entry.reused_rows():
                 if plan.mode is Mode.TRANSLATE:
                     self._translate(entry, plan, layer, rows, kv, out)
                 else:

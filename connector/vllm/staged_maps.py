@@ -6,6 +6,7 @@ does not cover the rows or finds no room is left out of its layer, and the reque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse
 from mapflow.connector.vllm.staging import Region, StagingBuffer
 from mapflow.connector.vllm.transfer_model import Transfer
+from mapflow.kernels.blob_layout import align
 from mapflow.kernels.block_rows import ChunkSpan
 from mapflow.kernels.map_table import MapTable
 from mapflow.kernels.upload import pinned
@@ -39,6 +41,16 @@ class StagedLayer:
     runs: Mapping[int, MapRun]  # by entry
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """The maps of one sender layer, by entry, and what `layout` says of them."""
+
+    runs: Mapping[int, MapRun]
+    parts: Sequence[tuple[int, torch.Tensor]]
+    table_shape: tuple[int, ...]
+    num_bytes: int
+
+
 class StagedMaps:
     """Of the entries of one plan, in one step."""
 
@@ -47,24 +59,25 @@ class StagedMaps:
     ) -> None:
         self._plan, self._entries, self._staging = plan, entries, staging
         self._read, self._spans_of = read, spans_of
-        self._last_use = {of.sender_layer: layer for layer, of in enumerate(plan.layers) if of.needs_map}
-        self._pending = list(dict.fromkeys(of.sender_layer for of in plan.layers if of.sender_layer is not None))
+        self._first_use: dict[int, int] = {}  # sender layer -> receiver layer
+        self._last_use: dict[int, int] = {}
+        for layer, of_layer in enumerate(plan.layers):
+            if of_layer.sender_layer is not None:
+                self._first_use.setdefault(of_layer.sender_layer, layer)
+                self._last_use[of_layer.sender_layer] = layer
+        self._pending = list(self._first_use)
         self._staged: dict[int, StagedLayer] = {}
-        self._waiting: dict[int, MapRun] | None = None  # of the first pending layer, read before there was room
+        self._waiting: _Read | None = None  # of the first pending layer, read before there was room
 
     def transfers(self) -> list[Transfer]:
         """What is still to be copied, in that order."""
-        first_use: dict[int, int] = {}
-        for layer, of_layer in enumerate(self._plan.layers):
-            if of_layer.sender_layer is not None:
-                first_use.setdefault(of_layer.sender_layer, layer)
         sizes = dict.fromkeys(self._pending, 0)
         for one in self._entries:
             order = one.row.step.reuse
             for chunk in order.chunks if order is not None else ():
                 for sender_layer, extent in zip(self._plan.map_layers, chunk.extents):
                     sizes[sender_layer] += extent.num_bytes
-        return [Transfer(sender_layer, first_use[sender_layer], sizes[sender_layer]) for sender_layer in self._pending]
+        return [Transfer(one, self._first_use[one], sizes[one]) for one in self._pending]
 
     def give_up(self, sender_layers: set[int]) -> None:
         """Leave layers to vLLM whose maps would come too late."""
@@ -95,21 +108,27 @@ class StagedMaps:
 
     def _stage(self, sender_layer: int, must: bool) -> bool:
         """False: there is no room yet. What `must` come now and finds no room is given up."""
-        runs = self._runs(sender_layer) if self._waiting is None else self._waiting
+        found = self._waiting or self._layer(sender_layer)
         self._waiting = None
-        if not runs:
+        if found is None:
             return True
-        parts, table_shape, num_bytes = layout(list(runs.values()), self._staging.device)
-        region = self._staging.load(parts, num_bytes)
+        region = self._staging.load(found.parts, found.num_bytes)
         if region is not None:
-            self._staged[sender_layer] = self._staged_layer(region, table_shape, runs)
-        elif not must and num_bytes <= self._staging.num_bytes:
-            self._waiting = runs
+            self._staged[sender_layer] = self._staged_layer(region, found)
+        elif not must and found.num_bytes <= self._staging.num_bytes:
+            self._waiting = found
             return False
         else:
             for one in self._entries:
                 one.report.reasons["staging_full"] += 1
         return True
+
+    def _layer(self, sender_layer: int) -> _Read | None:
+        runs = self._runs(sender_layer)
+        if not runs:
+            return None
+        parts, table_shape, num_bytes = layout(list(runs.values()), self._staging.device)
+        return _Read(runs, parts, table_shape, num_bytes)
 
     def _runs(self, sender_layer: int) -> dict[int, MapRun]:
         """Entry -> its maps; one launch reads one kind of tiles, so those that differ from the first's are left out."""
@@ -128,12 +147,12 @@ class StagedMaps:
                 runs[one.entry] = found
         return runs
 
-    def _staged_layer(self, region: Region, table_shape: tuple[int, ...], runs: dict[int, MapRun]) -> StagedLayer:
-        data = self._staging.data(region)
+    def _staged_layer(self, region: Region, found: _Read) -> StagedLayer:
+        data, runs = self._staging.data(region), found.runs
         first = next(iter(runs.values())).run
         table = MapTable(
             arena=data,
-            sections=data[: 8 * int(np.prod(table_shape))].view(torch.int64).view(table_shape),
+            sections=data[: 8 * math.prod(found.table_shape)].view(torch.int64).view(found.table_shape),
             spans=self._spans_of([one for one in self._entries if one.entry in runs]),
             block=first.block,
             chunk_blocks=first.chunk_blocks,
@@ -157,7 +176,7 @@ def layout(runs: Sequence[MapRun], device: torch.device) -> tuple[list[tuple[int
     """
     relative = np.concatenate([one.run.sections for one in runs])
     sizes = np.concatenate([one.run.num_bytes for one in runs])
-    starts = -(-relative.nbytes // 64) * 64 + np.concatenate([[0], sizes.cumsum()])
+    starts = align(relative.nbytes) + np.concatenate([[0], sizes.cumsum()])
     table = torch.from_numpy(relative + starts[:-1, None, None])
     parts = [(0, pinned(table, device).view(-1).view(torch.uint8))]
     blobs = [blob for one in runs for blob in one.blobs]
