@@ -151,7 +151,7 @@ def engines(
     if torch.cuda.is_available():
         static = transfer([name for name in plans if name.startswith("static")])
         settings["online"] = {**common, "transfer": static, "online_density": arguments.guide_density}
-    running = {name: Engine(one, folder / f"{name}.log") for name, one in settings.items()}
+    running = {name: Engine(one, (arguments.logs or folder) / f"{name}.log") for name, one in settings.items()}
     try:
         for one in running.values():
             one.wait()
@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
     parser.add_argument("--commit", default=None, help="the commit that is measured, where git cannot be asked")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--logs", type=Path, help="an existing folder where the logs of daemon and engines stay")
     arguments = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     output = arguments.output or RESULTS / f"ttft-{gpu.replace(' ', '-').lower()}.json"
@@ -257,7 +258,7 @@ def main() -> None:
         for plan in plans.values():
             plan.save(folder / f"{plan.name}.safetensors")
         endpoint = f"unix://{folder / 'mapflow.sock'}"
-        services = Services(logs=folder)
+        services = Services(logs=arguments.logs or folder)
         stack.callback(services.stop)
         daemon = services.start("daemon", daemon_command(endpoint, arguments.arena), endpoint=endpoint)
         while wait_ready([daemon], time.monotonic() + 120.0):
