@@ -105,7 +105,11 @@ def hit_message(hit: values.Hit) -> cache_pb2.Hit:
         want=hit.want,
         producer=hit.producer,
         num_chunks=hit.num_chunks,
-        extents=map(extent_message, hit.extents),
+        extents=cache_pb2.Extents(
+            arena_ids=[ARENA_ID] * len(hit.extents),
+            offsets=[extent.offset for extent in hit.extents],
+            num_bytes=[extent.num_bytes for extent in hit.extents],
+        ),
     )
 
 

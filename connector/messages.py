@@ -228,9 +228,10 @@ class LookupResult:
             if hit.want >= len(wants) or not 0 < hit.num_chunks <= num_keys:
                 raise ValueError(f"a hit of {hit.num_chunks} of {num_keys} chunks for want {hit.want} of {len(wants)}")
             width = len(wants[hit.want].layers)
-            flat = [Extent(extent.arena_id, extent.offset, extent.num_bytes) for extent in hit.extents]
-            if len(flat) != (hit.num_chunks * width if lease else 0):
-                raise ValueError(f"{len(flat)} extents for {hit.num_chunks} chunks of {width} layers")
+            columns = (hit.extents.arena_ids, hit.extents.offsets, hit.extents.num_bytes)
+            if {len(column) for column in columns} != {hit.num_chunks * width if lease else 0}:
+                raise ValueError(f"{len(columns[1])} extents for {hit.num_chunks} chunks of {width} layers")
+            flat = list(map(Extent, *columns))
             rows = tuple(tuple(flat[start : start + width]) for start in range(0, len(flat), width)) if width else ()
             hits.append(Hit(want=hit.want, producer=hit.producer, num_chunks=hit.num_chunks, extents=rows))
         return cls(boot_id=boot_id, lease=lease, hits=tuple(hits))

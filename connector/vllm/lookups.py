@@ -1,6 +1,7 @@
 """Look-ups of waiting requests: asked once, awaited with a deadline, and the leases that come of them.
 
-Nothing here blocks: the scheduler comes back in its next step. What a run of chunks means for a request's rows is
+Nothing here blocks an engine that has work: the scheduler comes back in its next step. An idle one would spin, and keep
+the threads that bring the answer from running, so it waits a moment. What a run of chunks means for a request's rows is
 `request_state`'s; who asks, and when, is `scheduler`'s.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters, LimitedLog
@@ -21,6 +22,7 @@ from mapflow.connector.vllm.request_state import RequestState
 logger = logging.getLogger(__name__)
 
 _WHOLE = "/tp0of1"  # producers that hold all heads of their model
+_IDLE_WAIT_S = 0.001  # in one step
 _LEASE_MARGIN = 0.3  # of its life a lease is not used any more, for the sake of a step that runs late
 
 
@@ -44,6 +46,7 @@ class Lookups:
         self._lease_s = lease_s
         self._clock = clock
         self._linger_s = linger_s
+        self._may_wait = False
         self._lingering: deque[tuple[float, Lease]] = deque()
         self._log = LimitedLog(logger)
         self._pending: dict[str, tuple[Future[LookupResult], range, float]] = {}
@@ -59,6 +62,9 @@ class Lookups:
         if pending is None:
             return True
         future, chunks, deadline = pending
+        if self._may_wait and not future.done():
+            self._may_wait = False
+            wait([future], _IDLE_WAIT_S)
         if not future.done():
             if self._clock() < deadline:
                 return False
@@ -118,8 +124,9 @@ class Lookups:
         if not future.cancel() and future.exception() is None and (lease := future.result().lease) is not None:
             self._client.release([lease])
 
-    def release_lingering(self) -> None:
-        """Release leases whose copies are certainly done; for every step."""
+    def begin_step(self, *, idle: bool) -> None:
+        """A step without work (`idle`) or with some; releases leases whose copies are certainly done."""
+        self._may_wait = idle
         over = []
         while self._lingering and self._lingering[0][0] <= self._clock():
             over.append(self._lingering.popleft()[1])

@@ -1,7 +1,8 @@
 """The scheduler's side of the plugin: look-ups when requests arrive, and orders for the workers.
 
-Runs inside vLLM's scheduler and never blocks it: the daemon is asked through futures, with a deadline after which the
-request is computed in full. It never touches tensors, and reads a request only through the few attributes named here.
+Runs inside vLLM's scheduler and never keeps it from work: the daemon is asked through futures, with a deadline after
+which the request is computed in full. It never touches tensors, and reads a request only through the few attributes
+named here.
 """
 
 from __future__ import annotations
@@ -156,9 +157,9 @@ class MapScheduler:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def plan_step(self, rows: Iterable[ScheduledRows]) -> tuple[RequestStep, ...]:
+    def plan_step(self, rows: Sequence[ScheduledRows]) -> tuple[RequestStep, ...]:
         """Orders for the workers: one `RequestStep` for each scheduled request with prompt rows in this step."""
-        self._lookups.release_lingering()
+        self._lookups.begin_step(idle=not rows)
         return tuple(step for row in rows if (step := self._plan_request(row)) is not None)
 
     def _plan_request(self, rows: ScheduledRows) -> RequestStep | None:

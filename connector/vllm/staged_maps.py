@@ -86,15 +86,17 @@ class StagedMaps:
             one.report.reasons["late"] += len(sender_layers)
 
     def prepare(self, layer: int) -> None:
-        """Start the copies that a receiver layer and the next ones need, as far as there is room."""
+        """Start the copies that a receiver layer needs, and one ahead if there is room, so that no layer waits long."""
         needed = self._plan.layers[layer].sender_layer
+        ahead = 1
         while self._pending:
             must = needed in self._pending
-            if not must and len(self._staged) > LAYERS_AHEAD:
+            if not must and (not ahead or len(self._staged) > LAYERS_AHEAD):
                 return
             if not self._stage(self._pending[0], must):
                 return
             del self._pending[0]
+            ahead -= not must
 
     def of_layer(self, layer: int) -> StagedLayer | None:
         """What a receiver layer reads, or None where it reads nothing or nothing could be had."""

@@ -7,6 +7,7 @@ code copies at once, which is how it is tested.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,11 @@ class Region:
     consumed: Any = None
     turn: int | None = None
 
+    @property
+    def is_free(self) -> bool:
+        """Whether all that read it is done; waits for nothing."""
+        return self.turn is not None and (self.consumed is None or self.consumed.query())
+
 
 class StagingBuffer:
     """Room for the maps of a few layers; see the module."""
@@ -42,7 +48,7 @@ class StagingBuffer:
         self._regions: list[Region] = []
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._timed: list[tuple[Any, Any, int]] = []
+        self._timed: deque[tuple[Any, Any, int]] = deque()  # in the stream's order
 
     @property
     def num_bytes(self) -> int:
@@ -82,8 +88,9 @@ class StagingBuffer:
 
     def copies_done(self) -> list[tuple[int, float]]:
         """Bytes and seconds of the copies that ended since the last call; waits for none."""
-        done = [one for one in self._timed if one[1].query()]
-        self._timed = [one for one in self._timed if one not in done]
+        done: list[tuple[Any, Any, int]] = []
+        while self._timed and self._timed[0][1].query():
+            done.append(self._timed.popleft())
         return [(num_bytes, 1e-3 * started.elapsed_time(ended)) for started, ended, num_bytes in done]
 
     def wait(self, region: Region) -> None:
@@ -111,6 +118,7 @@ class StagingBuffer:
 
     def _allocate(self, num_bytes: int) -> Region | None:
         """Where nothing lies, else where what lies there was consumed longest ago."""
+        self._regions = [one for one in self._regions if not one.is_free]
         best: tuple[int, int, list[Region]] | None = None
         for begin in (0, *(one.end for one in self._regions)):
             end = begin + num_bytes

@@ -86,6 +86,12 @@ class Client:
         assert isinstance(response, cache_pb2.LookupResponse)
         return response
 
+    @staticmethod
+    def extents(hit: cache_pb2.Hit) -> list[cache_pb2.Extent]:
+        """Of a run, chunk by chunk."""
+        columns = zip(hit.extents.arena_ids, hit.extents.offsets, hit.extents.num_bytes, strict=True)
+        return [cache_pb2.Extent(arena_id=a, offset=b, num_bytes=c) for a, b, c in columns]
+
     async def store(self, chunk: int, pieces: Iterable[bytes], num_bytes: int) -> cache_pb2.ReservationState:
         """One blob by Store."""
         entry = cache_pb2.NewEntry(key=KEYS[chunk], layer=0, num_bytes=num_bytes)

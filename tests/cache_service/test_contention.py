@@ -50,7 +50,7 @@ def test_blobs_under_a_lease_never_change(play: Play) -> None:
                 found = await client.lookup(chunk, lease_s=10.0)
                 for _ in range(2):
                     for hit in found.hits:
-                        (extent,) = hit.extents
+                        (extent,) = client.extents(hit)
                         assert served.arena.read(extent.offset, extent.num_bytes) == blob(chunk)
                         counts["read"] += 1
                     await asyncio.sleep(chance.random() / 100)

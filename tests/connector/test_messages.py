@@ -28,7 +28,8 @@ WANTS = [Want(model="m@1", layers=(4, 7)), Want(model="n@1", layers=(0,))]
 
 
 def _hit(want: int, num_chunks: int, num_extents: int) -> cache_pb2.LookupResponse:
-    extents = [cache_pb2.Extent(arena_id=1, offset=64 * number, num_bytes=60) for number in range(num_extents)]
+    offsets = [64 * number for number in range(num_extents)]
+    extents = cache_pb2.Extents(arena_ids=[1] * num_extents, offsets=offsets, num_bytes=[60] * num_extents)
     hit = cache_pb2.Hit(want=want, producer="m@1/float32/tp0of1", num_chunks=num_chunks, extents=extents)
     return cache_pb2.LookupResponse(hits=[hit])
 
@@ -54,6 +55,13 @@ def test_answers_that_do_not_fit_the_question(
 ) -> None:
     with pytest.raises(ValueError, match="chunks"):
         LookupResult.from_proto(_hit(want, num_chunks, num_extents), WANTS, 3, BOOT, lease)
+
+
+def test_columns_of_different_lengths_are_no_extents() -> None:
+    answer = _hit(0, 2, 4)
+    answer.hits[0].extents.num_bytes.pop()
+    with pytest.raises(ValueError, match="4 extents for 2 chunks"):
+        LookupResult.from_proto(answer, WANTS, 3, BOOT, LEASE)
 
 
 def test_interests_survive_the_wire() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from mapflow.connector.messages import Extent, Hit, Lease, LookupResult, Want  #
 from mapflow.connector.namespace import Namespace  # noqa: E402
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan  # noqa: E402
 from mapflow.connector.reasons import Reason, Unavailable  # noqa: E402
+from mapflow.connector.vllm import lookups  # noqa: E402
 from mapflow.connector.vllm.config import ConnectorConfig  # noqa: E402
 from mapflow.connector.vllm.messages import ReuseReport, ScheduledRows  # noqa: E402
 from mapflow.connector.vllm.scheduler import MapScheduler  # noqa: E402
@@ -182,6 +185,21 @@ def test_every_failure_runs_the_request_in_full_and_is_counted(failure: str) -> 
     if failure == "deadline":
         assert bench.client.futures[0].cancelled(), "the client releases a lease that comes late"
     assert bench.client.released == ([1] if failure == "sharded" else [])
+
+
+def test_only_an_idle_engine_waits_a_moment_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookups, "_IDLE_WAIT_S", 20.0)
+    bench = guided()
+    bench.add(Request("r", tokens(300)))
+    bench.run("another", 500, 1)
+    begin = time.monotonic()
+    assert not bench.scheduler.ready("r", 0), "the engine has work"
+    assert time.monotonic() - begin < 10.0
+    answer = threading.Timer(0.05, bench.client.answer, (2,))
+    answer.start()
+    bench.scheduler.plan_step([])
+    assert bench.scheduler.ready("r", 0), "waited"
+    answer.join()
 
 
 def test_leases_end_after_the_prompt_at_the_end_and_when_cancelled() -> None:

@@ -87,6 +87,16 @@ class Extent(_message.Message):
     num_bytes: int
     def __init__(self, arena_id: _Optional[int] = ..., offset: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
+class Extents(_message.Message):
+    __slots__ = ("arena_ids", "offsets", "num_bytes")
+    ARENA_IDS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    arena_ids: _containers.RepeatedScalarFieldContainer[int]
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    num_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, arena_ids: _Optional[_Iterable[int]] = ..., offsets: _Optional[_Iterable[int]] = ..., num_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class HandshakeRequest(_message.Message):
     __slots__ = ("format_versions",)
     FORMAT_VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -238,8 +248,8 @@ class Hit(_message.Message):
     want: int
     producer: str
     num_chunks: int
-    extents: _containers.RepeatedCompositeFieldContainer[Extent]
-    def __init__(self, want: _Optional[int] = ..., producer: _Optional[str] = ..., num_chunks: _Optional[int] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
+    extents: Extents
+    def __init__(self, want: _Optional[int] = ..., producer: _Optional[str] = ..., num_chunks: _Optional[int] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "kind", "producer", "entries")
