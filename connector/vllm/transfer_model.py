@@ -13,6 +13,7 @@ from dataclasses import dataclass
 _WEIGHT = 0.25  # of a new observation in the running mean
 _SLACK = 1.1  # a copy may take this much longer than was observed
 _FORGIVENESS = 1.1
+_MEASURABLE_BYTES = 4 << 20  # a smaller copy takes as long as its launches do, which says nothing about the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class TransferModel:
         self._layer_s: dict[tuple[int, int], float] = {}
 
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """A copy of so many bytes took so long."""
-        if num_bytes > 0 and seconds > 0:
+        """A copy of so many bytes took so long; small ones tell nothing and are left out."""
+        if num_bytes >= _MEASURABLE_BYTES and seconds > 0:
             self._bytes_per_s = _mean(self._bytes_per_s, num_bytes / seconds)
 
     def observe_layers(self, num_rows: int, context: int, seconds: float) -> None:

@@ -63,6 +63,13 @@ def test_a_link_that_was_slow_once_gets_another_chance() -> None:
     assert any(one.late(wanted, *STEP) == set() for _ in range(100))
 
 
+def test_small_copies_say_nothing_about_the_link() -> None:
+    one = model(bytes_per_s=50e9)
+    for _ in range(100):
+        one.observe_copy(300_000, 300e-6)  # 16 launches
+    assert one.late([Transfer(layer, layer, 200 * 10**6) for layer in range(3, 36)], *STEP) == set()
+
+
 def test_nonsense_is_not_learnt() -> None:
     one = TransferModel()
     one.observe_copy(0, 1.0)
