@@ -200,6 +200,17 @@ class Client:
             self._check_lease(session, lease)
             return transfer.read(session, self._arenas, lease, extents, self.config.transfer_deadline_s)
 
+    def arena_of(self, lease: Lease, extents: Sequence[Extent]) -> Arena | None:
+        """The mapped arena that holds all of some leased extents; None where only `read` brings their bytes.
+
+        Raises:
+            Unavailable: the lease is void, or an extent lies outside its arena (PROTOCOL).
+        """
+        with self._counted("read"):
+            session = self._current()
+            self._check_lease(session, lease)
+            return transfer.arena_of(session, self._arenas, extents)
+
     # Publishers
 
     def reserve(self, kind: Kind, producer: str, entries: Sequence[NewEntry]) -> list[Reservation]:

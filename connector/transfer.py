@@ -51,6 +51,19 @@ def read(
     return views
 
 
+def arena_of(session: Session, arenas: ArenaSet, extents: Sequence[Extent]) -> Arena | None:
+    """The mapped arena that holds all of these extents; None where they lie in several, or in one that is not mapped.
+
+    Raises:
+        Unavailable: an extent outside its arena (PROTOCOL).
+    """
+    numbers = {extent.arena_id for extent in extents}
+    arena = arenas.get(session.boot_id, numbers.pop()) if len(numbers) == 1 else None
+    if arena is not None:
+        _view(arena, max(extents, key=lambda extent: extent.offset + extent.num_bytes))
+    return arena
+
+
 def reserve(
     session: Session, kind: Kind, producer: str, entries: Sequence[NewEntry], deadline_s: float
 ) -> list[Reservation]:

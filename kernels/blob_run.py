@@ -1,4 +1,4 @@
-"""Where the parts of consecutive chunks' blobs lie, read from their prologues alone, all blobs at once.
+"""Where the parts of consecutive chunks' blobs lie, read from their prologues alone, all blobs of some layers at once.
 
 For a reader that copies whole blobs to an accelerator and lets the kernels read them in place (`MapTable`): the host
 sees a few hundred bytes of each blob and none of its masses and tiles. Verified are header, tables and their checksum,
@@ -8,6 +8,7 @@ fast as a GPU takes them in. That the bytes stay what they are until they are co
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,8 @@ from mapflow.kernels import blob_layout as layout
 from mapflow.kernels.blob import TILE_DTYPES_BY_CODE, BlobError, BlobErrorReason, read_prologue
 from mapflow.kernels.blob_layout import Header, HeadLayout
 
-Buffer = bytes | bytearray | memoryview
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 _FIELDS = np.dtype(
     {
@@ -40,6 +42,7 @@ class BlobRun:
         first_chunk: index of the first blob's chunk.
         approximate: whether the rows were computed with reuse themselves.
         measured: bool [chunks * chunk_blocks], block rows that were measured whole.
+        offsets: i64 [chunks]: where each blob begins in the source that it was read from.
         num_bytes: i64 [chunks], of each blob.
         sections: i64 [chunks, heads, 4]: offsets of a head's mass, indptr, indices and tiles in its own blob.
         num_tiles: i64 [chunks, heads].
@@ -52,85 +55,99 @@ class BlobRun:
     first_chunk: int
     approximate: bool
     measured: npt.NDArray[np.bool_]
-    num_bytes: npt.NDArray[np.int64]
-    sections: npt.NDArray[np.int64]
-    num_tiles: npt.NDArray[np.int64]
+    offsets: Numbers
+    num_bytes: Numbers
+    sections: Numbers
+    num_tiles: Numbers
 
     @property
     def num_chunks(self) -> int:
         """Blobs of the run."""
         return len(self.num_bytes)
 
-    def has_heads(self, buffers: Sequence[Buffer], heads: Sequence[int]) -> bool:
+    def has_heads(self, source: Bytes, heads: Sequence[int]) -> bool:
         """Whether these heads were measured in every blob, told by their mass on the diagonal.
 
         A head that nobody had asked for has masses of zero. A measured one whose diagonal rounds to zero is taken for
         absent, which is the safe side.
         """
-        measured = self.measured.reshape(self.num_chunks, -1)
-        row = measured.argmax(1)
+        row = self.measured.reshape(self.num_chunks, -1).argmax(1)
         width = (self.first_chunk + np.arange(self.num_chunks) + 1) * self.chunk_blocks
-        diagonal = row * width + width - self.chunk_blocks + row
-        at = self.sections[:, list(heads), 0] + diagonal[:, None]
-        found = (np.frombuffer(buffer, dtype=np.uint8)[places] for buffer, places in zip(buffers, at))
-        return all(bool(values.all()) for values in found)
+        diagonal = self.offsets + row * width + width - self.chunk_blocks + row
+        return bool(source[self.sections[:, list(heads), 0] + diagonal[:, None]].all())
 
 
-def read_run(buffers: Sequence[Buffer], identities: Sequence[int]) -> BlobRun:
-    """Read the prologues of consecutive chunks' blobs.
+def read_runs(source: Bytes, offsets: Numbers, sizes: Numbers, identities: npt.NDArray[np.uint64]) -> list[BlobRun]:
+    """Read the prologues of consecutive chunks' blobs, of one layer or of several that are alike.
 
-    `identities`: of each blob, see `write_blob`. Raises BlobError for anything wrong with one of them, or if they are
-    not alike or don't follow each other; ValueError for no buffers.
+    Args:
+        source: u8 [bytes] that hold all of them.
+        offsets, sizes: i64 [layers, chunks]: where each blob begins, and how many bytes it may have.
+        identities: u64 [layers, chunks], see `write_blob`.
+
+    Raises:
+        BlobError: anything is wrong with one of them, or they are not alike or don't follow each other.
+        ValueError: there are none, or bytes outside the source.
     """
-    if not buffers or len(buffers) != len(identities):
-        raise ValueError(f"buffers: expected one or more and as many identities, got {len(buffers)}, {len(identities)}")
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    first = read_prologue(views[0])[0]
-    prologues = _copy_prologues(views, first)
+    layers, num_chunks = offsets.shape
+    at, room = offsets.ravel(), sizes.ravel()
+    if not at.size or not offsets.shape == sizes.shape == identities.shape:
+        raise ValueError(f"expected offsets, sizes and identities of a blob or more, got {offsets.shape}")
+    if (at < 0).any() or (room < 0).any() or (at + room > len(source)).any():
+        raise ValueError(f"blobs: some lie outside their source of {len(source)} bytes")
+    first = read_prologue(memoryview(source[at[0] : at[0] + room[0]]))[0]
+    prologues = _copy_prologues(source, at, room, first)
     fields = prologues[:, : layout.HEADER_BYTES].copy().view(_FIELDS)[:, 0]
-    chunks = np.arange(len(buffers), dtype=np.int64) + first.chunk_index
+    chunks = np.tile(np.arange(num_chunks, dtype=np.int64) + first.chunk_index, layers)
     _check(fields["alike"] == fields["alike"][0], prologues, "another kind of map than the first")
-    _check(fields["identity"] == np.array(identities, dtype=np.uint64), prologues, "", BlobErrorReason.IDENTITY)
+    _check(fields["identity"] == identities.ravel(), prologues, "", BlobErrorReason.IDENTITY)
     _check(_checksums(prologues) == _stored_checksums(prologues), prologues, "", BlobErrorReason.CHECKSUM)
     _check(fields["chunk_index"] == chunks, prologues, "chunks that do not follow each other")
     columns = (chunks + 1) * first.num_row_blocks
     _check((fields["num_col_blocks"] == columns) & (fields["reserved"] == 0), prologues, "columns of another chunk")
     table = _head_tables(prologues, first)
-    offsets, sizes = table[:, :, 0], table[:, :, 1]
-    ends = offsets + sizes
-    gapless = (offsets[:, 0] == first.prologue_bytes) & (offsets[:, 1:] == ends[:, :-1]).all(1)
+    sections, spans = table[:, :, 0], table[:, :, 1]
+    ends = sections + spans
+    gapless = (sections[:, 0] == first.prologue_bytes) & (sections[:, 1:] == ends[:, :-1]).all(1)
     total = fields["total_bytes"].astype(np.int64)
     _check(gapless & (ends[:, -1] == total), prologues, "sections with gaps")
-    _check(np.array([len(view) for view in views]) >= total, prologues, "", BlobErrorReason.TRUNCATED)
-    parts, num_tiles, fits = _sections(sizes, columns, first)
+    _check(room >= total, prologues, "", BlobErrorReason.TRUNCATED)
+    parts, num_tiles, fits = _sections(spans, columns, first)
     _check(fits.all(1), prologues, "sections of another size than their tiles need")
     counts = prologues[:, layout.HEADER_BYTES : layout.HEADER_BYTES + 4 * first.num_row_blocks].copy().view("<i4")
-    return BlobRun(
-        block=first.block,
-        num_heads=first.num_heads,
-        chunk_blocks=first.num_row_blocks,
-        tile_dtype=TILE_DTYPES_BY_CODE.get(first.tile_dtype),
-        first_chunk=first.chunk_index,
-        approximate=bool(first.flags & layout.FLAG_APPROXIMATE),
-        measured=(counts == first.block).reshape(-1),
-        num_bytes=total,
-        sections=offsets[:, :, None] + parts,
-        num_tiles=num_tiles,
+    starts = sections[:, :, None] + parts
+    return [
+        BlobRun(
+            block=first.block,
+            num_heads=first.num_heads,
+            chunk_blocks=first.num_row_blocks,
+            tile_dtype=TILE_DTYPES_BY_CODE.get(first.tile_dtype),
+            first_chunk=first.chunk_index,
+            approximate=bool(first.flags & layout.FLAG_APPROXIMATE),
+            measured=(counts[one] == first.block).reshape(-1),
+            offsets=at[one],
+            num_bytes=total[one],
+            sections=starts[one],
+            num_tiles=num_tiles[one],
+        )
+        for one in (slice(begin, begin + num_chunks) for begin in range(0, at.size, num_chunks))
+    ]
+
+
+def _copy_prologues(source: Bytes, at: Numbers, room: Numbers, first: Header) -> Bytes:
+    """u8 [blobs, bytes of a prologue]."""
+    if (room < first.prologue_bytes).any():
+        raise BlobError(BlobErrorReason.TRUNCATED, f"{room.min()} bytes for header and tables")
+    windows = np.lib.stride_tricks.as_strided(
+        source, (len(source) - first.prologue_bytes + 1, first.prologue_bytes), (1, 1), writeable=False
     )
-
-
-def _copy_prologues(views: Sequence[memoryview], first: Header) -> npt.NDArray[np.uint8]:
-    prologues = np.empty((len(views), first.prologue_bytes), dtype=np.uint8)
-    for number, view in enumerate(views):
-        if len(view) < first.prologue_bytes:
-            raise BlobError(BlobErrorReason.TRUNCATED, f"blob {number}: {len(view)} bytes")
-        prologues[number] = np.frombuffer(view, dtype=np.uint8, count=first.prologue_bytes)
-    return prologues
+    copied: Bytes = windows[at]
+    return copied
 
 
 def _check(
     good: npt.ArrayLike,
-    prologues: npt.NDArray[np.uint8],
+    prologues: Bytes,
     message: str,
     reason: BlobErrorReason = BlobErrorReason.MALFORMED,
 ) -> None:
@@ -145,26 +162,24 @@ def _check(
     raise BlobError(reason, f"blob {number}: {message}" if message else f"blob {number}")
 
 
-def _checksums(prologues: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+def _checksums(prologues: Bytes) -> npt.NDArray[np.uint64]:
     blank = prologues.copy()
     blank[:, layout.CHECKSUM_FIELD] = 0
     return np.array([xxhash.xxh3_64_intdigest(one.data) for one in blank], dtype=np.uint64)
 
 
-def _stored_checksums(prologues: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
+def _stored_checksums(prologues: Bytes) -> npt.NDArray[np.uint64]:
     return prologues[:, layout.CHECKSUM_FIELD].copy().view("<u8")[:, 0]
 
 
-def _head_tables(prologues: npt.NDArray[np.uint8], first: Header) -> npt.NDArray[np.int64]:
+def _head_tables(prologues: Bytes, first: Header) -> Numbers:
     """i64 [chunks, heads, 3]: offset, bytes, checksum."""
     start, size = first.head_table_offset, layout.HEAD_ENTRY.size * first.num_heads
     table = prologues[:, start : start + size].copy().view("<i8")
     return table.reshape(len(prologues), first.num_heads, 3)
 
 
-def _sections(
-    sizes: npt.NDArray[np.int64], columns: npt.NDArray[np.int64], first: Header
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def _sections(sizes: Numbers, columns: Numbers, first: Header) -> tuple[Numbers, Numbers, npt.NDArray[np.bool_]]:
     """Offsets inside each head's section [chunks, heads, 4], its tiles [chunks, heads], and whether they fill it."""
     indptr = layout.align(first.num_row_blocks * columns)[:, None]
     if first.tile_dtype == layout.TILES_NONE:

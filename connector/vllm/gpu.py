@@ -17,7 +17,7 @@ from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
 from mapflow.connector.vllm.layer_timer import LayerTimer
 from mapflow.connector.vllm.pinned import PinnedArenas
 from mapflow.connector.vllm.reuse import EntryReuse
-from mapflow.connector.vllm.staged_maps import ReadRun
+from mapflow.connector.vllm.staged_maps import ReadRuns
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.pack import HEAD_DIMS, KERNEL_DTYPES
@@ -94,7 +94,7 @@ class GpuReuse:
         self._timer = LayerTimer(device, len(plans[0].layers))
         self._skip_late_layers = skip_late_layers
 
-    def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRun) -> KernelReuse:
+    def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRuns) -> KernelReuse:
         """Reuse of one step whose batch has `num_rows` rows; what earlier ones took tells which maps come in time."""
         copies, layers = self._staging.copies_done(), self._timer.observed()
         if self._skip_late_layers:

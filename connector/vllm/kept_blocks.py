@@ -54,15 +54,10 @@ class KeptBlocks:
 def tiles_per_row(found: MapRun) -> torch.Tensor:
     """i64 [block rows, sender heads]: tiles of each block row of consecutive chunks."""
     run = found.run
-    rows = []
-    for blob, sections in zip(found.blobs, run.sections):
-        data = blob.numpy()
-        for_heads = []
-        for at in sections[:, 1].tolist():
-            indptr = np.frombuffer(data, dtype="<i4", count=run.chunk_blocks + 1, offset=at)
-            for_heads.append(np.diff(indptr.astype(np.int64)))
-        rows.append(np.stack(for_heads, axis=1))
-    return torch.from_numpy(np.concatenate(rows))
+    at = run.offsets[:, None] + run.sections[:, :, 1]
+    length = 4 * (run.chunk_blocks + 1)
+    indptr = found.source.numpy()[at[:, :, None] + np.arange(length)].view("<i4")  # [chunks, heads, block rows + 1]
+    return torch.from_numpy(np.diff(indptr.astype(np.int64)).swapaxes(1, 2).reshape(-1, run.num_heads))
 
 
 def _is_counted(entry: EntryReuse) -> bool:

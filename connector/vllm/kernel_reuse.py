@@ -15,7 +15,7 @@ from mapflow.connector.vllm.kept_blocks import KeptBlocks
 from mapflow.connector.vllm.layer_timer import LayerTimer
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, segment
-from mapflow.connector.vllm.staged_maps import ReadRun, StagedMaps
+from mapflow.connector.vllm.staged_maps import ReadRuns, StagedMaps
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.block_rows import BlockIndex, BlockRows, ChunkSpan
@@ -54,7 +54,7 @@ class KernelReuse(StepReuse):
         device: torch.device,
         staging: StagingBuffer,
         plans: DevicePlans,
-        read: ReadRun,
+        read: ReadRuns,
         model: TransferModel,
         timer: LayerTimer,
     ) -> None:

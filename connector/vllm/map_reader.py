@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mapflow.connector.client import Client
@@ -22,7 +24,7 @@ from mapflow.connector.vllm.pinned import PinnedArenas
 from mapflow.connector.wants import LayerWant, plan_wants
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import read_blob
-from mapflow.kernels.blob_run import BlobRun, read_run
+from mapflow.kernels.blob_run import BlobRun, read_runs
 
 COPY_WITHIN_S = 5.0  # a lease that ends sooner is not used for copies that nobody waits for
 
@@ -37,17 +39,17 @@ class UnusableMap(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MapRun:
-    """A request's maps of one sender layer as they lie: what their prologues say, and u8 [bytes] of each."""
+    """A request's maps of one sender layer as they lie: what their prologues say, and the u8 [bytes] they lie in."""
 
     run: BlobRun
-    blobs: Sequence[torch.Tensor]
+    source: torch.Tensor
 
 
 class MapReader:
     """Of one worker. Every method raises Unavailable, BlobError or UnusableMap, each with a `reason`."""
 
     def __init__(self, client: Client, plans: Sequence[Plan], arenas: PinnedArenas | None = None) -> None:
-        """arenas: for `run`."""
+        """arenas: for `runs`."""
         self._client = client
         self._plans = plans
         self._wants = [plan_wants(plan) for plan in plans]
@@ -56,7 +58,7 @@ class MapReader:
     def maps(self, order: ReuseOrder, layer: int) -> list[AttentionMap]:
         """Verified copies of the maps of a sender layer, one a chunk."""
         plan, want = self._plans[order.plan], self._wants[order.plan][layer]
-        lease, extents = self._sources(order, plan, layer)
+        lease, extents = _sources(order, plan, [layer])
         buffers = self._client.read(lease, extents)
         maps = []
         for chunk, buffer in zip(order.chunks, buffers):
@@ -70,38 +72,55 @@ class MapReader:
         self._client.check_lease(lease)  # the copies were made while the lease held
         return maps
 
-    def run(self, order: ReuseOrder, layer: int) -> MapRun:
-        """The maps of a sender layer, for a GPU to copy while the lease lasts."""
-        plan, want = self._plans[order.plan], self._wants[order.plan][layer]
-        lease, extents = self._sources(order, plan, layer)
+    def runs(self, order: ReuseOrder, layers: Sequence[int]) -> list[MapRun]:
+        """The maps of some sender layers that are alike, for a GPU to copy while the lease lasts."""
+        plan, wants = self._plans[order.plan], self._wants[order.plan]
+        lease, extents = _sources(order, plan, layers)
         left_s = lease.expires_at - time.monotonic()
         if left_s < COPY_WITHIN_S:
             raise Unavailable(
                 Reason.LEASE_EXPIRED, f"the lease has {left_s:.1f} s left, copies may take {COPY_WITHIN_S}"
             )
-        buffers = self._client.read(lease, extents)
-        run = read_run(buffers, [map_identity(chunk.key, order.producer, layer) for chunk in order.chunks])
-        _check_shape(plan, run.block, run.num_heads, run.chunk_blocks, run.first_chunk, order.chunks[0].index)
-        _check_kind(want, approximate=run.approximate, has_tiles=run.tile_dtype is not None)
-        heads = range(run.num_heads) if want.heads is None else want.heads
-        if not run.has_heads(buffers, heads):
-            raise _no_heads()
-        return MapRun(run=run, blobs=[self._bytes(lease, extent, view) for extent, view in zip(extents, buffers)])
+        source, offsets = self._bytes(lease, extents)
+        shape = (len(layers), len(order.chunks))
+        names = [map_identity(chunk.key, order.producer, layer) for layer in layers for chunk in order.chunks]
+        found = []
+        for layer, run in zip(
+            layers,
+            read_runs(
+                source.numpy(),
+                offsets.reshape(shape),
+                np.array([extent.num_bytes for extent in extents], dtype=np.int64).reshape(shape),
+                np.array(names, dtype=np.uint64).reshape(shape),
+            ),
+        ):
+            want = wants[layer]
+            _check_shape(plan, run.block, run.num_heads, run.chunk_blocks, run.first_chunk, order.chunks[0].index)
+            _check_kind(want, approximate=run.approximate, has_tiles=run.tile_dtype is not None)
+            heads = range(run.num_heads) if want.heads is None else want.heads
+            if not run.has_heads(source.numpy(), heads):
+                raise _no_heads()
+            found.append(MapRun(run=run, source=source))
+        return found
 
-    def _sources(self, order: ReuseOrder, plan: Plan, layer: int) -> tuple[Lease, list[Extent]]:
-        if order.lease is None:
-            raise UnusableMap("no_lease", "the order names maps without a lease")
-        position = plan.map_layers.index(layer)
-        return order.lease, [chunk.extents[position] for chunk in order.chunks]
-
-    def _bytes(self, lease: Lease, extent: Extent, view: memoryview) -> torch.Tensor:
-        """In place where the arena is mapped, else those that were fetched."""
+    def _bytes(self, lease: Lease, extents: Sequence[Extent]) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """u8 [bytes] and where each extent begins in them: in place where the arena is mapped, else fetched."""
         assert self._arenas is not None
-        try:
-            arena = self._client.arena(lease.boot_id, extent.arena_id)
-        except Unavailable:
-            return torch.frombuffer(bytearray(view), dtype=torch.uint8)
-        return self._arenas.bytes_of(lease.boot_id, arena, extent)
+        arena = self._client.arena_of(lease, extents)
+        if arena is not None:
+            offsets = np.array([extent.offset for extent in extents], dtype=np.int64)
+            return self._arenas.tensor(lease.boot_id, arena), offsets
+        views = self._client.read(lease, extents)
+        ends = np.cumsum([len(view) for view in views], dtype=np.int64)
+        return torch.frombuffer(bytearray(b"".join(views)), dtype=torch.uint8), np.concatenate([[0], ends[:-1]])
+
+
+def _sources(order: ReuseOrder, plan: Plan, layers: Sequence[int]) -> tuple[Lease, list[Extent]]:
+    """The lease, and the extents of the order's chunks, layer by layer."""
+    if order.lease is None:
+        raise UnusableMap("no_lease", "the order names maps without a lease")
+    positions = [plan.map_layers.index(layer) for layer in layers]
+    return order.lease, [chunk.extents[position] for position in positions for chunk in order.chunks]
 
 
 def _check_shape(plan: Plan, block: int, heads: int, rows: int, chunk: int, wanted_chunk: int) -> None:

@@ -27,12 +27,10 @@ class PinnedArenas:
         self._registered: dict[tuple[bytes, int], list[int]] = {}
         self._lock = threading.Lock()
 
-    def bytes_of(self, boot_id: bytes, arena: Arena, extent: Extent) -> torch.Tensor:
-        """u8 [num_bytes] in place."""
+    def tensor(self, boot_id: bytes, arena: Arena) -> torch.Tensor:
+        """u8 [bytes] of the whole arena, in place."""
         whole = self._tensors.get((boot_id, arena.arena_id))
-        if whole is None:
-            whole = self._add(boot_id, arena)
-        return whole[extent.offset : extent.offset + extent.num_bytes]
+        return self._add(boot_id, arena) if whole is None else whole
 
     def close(self) -> None:
         """Let go of all arenas; no copy from them may be under way."""

@@ -1,61 +1,73 @@
-"""The maps that one plan's requests need in a step, sender layer by sender layer, by way of the staging buffer.
+"""The maps that one plan's requests need in a step, some sender layers after the other, by way of the staging buffer.
 
-Sender layers are taken in the order in which the receiver's layers first read them, a few ahead. What cannot be read,
-does not cover the rows or finds no room is left out of its layer, and the request's report says why.
+Sender layers are taken in the order in which the receiver's layers first read them, a few ahead, and small ones many at
+once: on the host a copy costs the same however little it moves. What cannot be read, does not cover the rows or finds
+no room is left out of its layer, and the request's report says why.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from mapflow.connector.plan import Plan
+from mapflow.connector.vllm.map_layout import MapLayout, layout
 from mapflow.connector.vllm.map_reader import MapRun
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse
 from mapflow.connector.vllm.staging import Region, StagingBuffer
 from mapflow.connector.vllm.transfer_model import Transfer
-from mapflow.kernels.blob_layout import align
+from mapflow.connector.wants import plan_wants
 from mapflow.kernels.block_rows import ChunkSpan
 from mapflow.kernels.map_table import MapTable
-from mapflow.kernels.upload import pinned
 
 LAYERS_AHEAD = 2
+TOGETHER_BYTES = 32 << 20  # layers that are copied at once have no more than this, unless a single one has
 
-ReadRun = Callable[[EntryReuse, ReuseOrder, int], MapRun | None]
-"""Maps of an entry in a sender layer, or None where they cannot be used (counted by whoever reads)."""
+ReadRuns = Callable[[EntryReuse, ReuseOrder, Sequence[int]], Sequence[MapRun | None]]
+"""Maps of an entry in some sender layers, None for those that cannot be used (counted by whoever reads)."""
 SpansOf = Callable[[Sequence[EntryReuse]], tuple[ChunkSpan, ...]]
 """Which chunks each segment of these entries has, when their maps lie one entry behind the other."""
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Sender layers whose maps share a region of the staging buffer, until the last of them was read."""
+
+    region: Region
+    layers: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedLayer:
     """One sender layer: the maps of some entries in a region of the staging buffer."""
 
-    region: Region
+    group: _Group
     table: MapTable
     runs: Mapping[int, MapRun]  # by entry
+
+    @property
+    def region(self) -> Region:
+        """Where they are."""
+        return self.group.region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
-    """The maps of one sender layer, by entry, and what `layout` says of them."""
+    """The maps of some sender layers, by layer and entry, and where they will go."""
 
-    runs: Mapping[int, MapRun]
-    parts: Sequence[tuple[int, torch.Tensor]]
-    table_shape: tuple[int, ...]
-    num_bytes: int
+    runs: Mapping[int, Mapping[int, MapRun]]
+    layout: MapLayout
 
 
 class StagedMaps:
     """Of the entries of one plan, in one step."""
 
     def __init__(
-        self, plan: Plan, entries: Sequence[EntryReuse], staging: StagingBuffer, read: ReadRun, spans_of: SpansOf
+        self, plan: Plan, entries: Sequence[EntryReuse], staging: StagingBuffer, read: ReadRuns, spans_of: SpansOf
     ) -> None:
         self._plan, self._entries, self._staging = plan, entries, staging
         self._read, self._spans_of = read, spans_of
@@ -65,19 +77,20 @@ class StagedMaps:
             if of_layer.sender_layer is not None:
                 self._first_use.setdefault(of_layer.sender_layer, layer)
                 self._last_use[of_layer.sender_layer] = layer
+        self._has_tiles = {layer: want.tile_top_p > 0 for layer, want in plan_wants(plan).items()}
+        self._num_bytes = dict.fromkeys(self._first_use, 0)
+        for one in entries:
+            order = one.row.step.reuse
+            for chunk in order.chunks if order is not None else ():
+                for sender_layer, extent in zip(plan.map_layers, chunk.extents):
+                    self._num_bytes[sender_layer] += extent.num_bytes
         self._pending = list(self._first_use)
         self._staged: dict[int, StagedLayer] = {}
-        self._waiting: _Read | None = None  # of the first pending layer, read before there was room
+        self._waiting: _Read | None = None  # of the first pending layers, read before there was room
 
     def transfers(self) -> list[Transfer]:
         """What is still to be copied, in that order."""
-        sizes = dict.fromkeys(self._pending, 0)
-        for one in self._entries:
-            order = one.row.step.reuse
-            for chunk in order.chunks if order is not None else ():
-                for sender_layer, extent in zip(self._plan.map_layers, chunk.extents):
-                    sizes[sender_layer] += extent.num_bytes
-        return [Transfer(one, self._first_use[one], sizes[one]) for one in self._pending]
+        return [Transfer(one, self._first_use[one], self._num_bytes[one]) for one in self._pending]
 
     def give_up(self, sender_layers: set[int]) -> None:
         """Leave layers to vLLM whose maps would come too late."""
@@ -93,9 +106,10 @@ class StagedMaps:
             must = needed in self._pending
             if not must and (not ahead or len(self._staged) > LAYERS_AHEAD):
                 return
-            if not self._stage(self._pending[0], must):
+            together = self._together()
+            if not self._stage(together, must):
                 return
-            del self._pending[0]
+            del self._pending[: len(together)]
             ahead -= not must
 
     def of_layer(self, layer: int) -> StagedLayer | None:
@@ -106,61 +120,75 @@ class StagedMaps:
     def finish(self, layer: int) -> None:
         """What only receiver layers up to this one read may be overwritten."""
         for sender_layer in [one for one in self._staged if self._last_use[one] <= layer]:
-            self._staging.consume(self._staged.pop(sender_layer).region)
+            group = self._staged.pop(sender_layer).group
+            group.layers.discard(sender_layer)
+            if not group.layers:
+                self._staging.consume(group.region)
 
-    def _stage(self, sender_layer: int, must: bool) -> bool:
+    def _together(self) -> list[int]:
+        """The first pending sender layers, as many as are copied at once."""
+        room = min(TOGETHER_BYTES, self._staging.num_bytes // 4)
+        found = self._pending[:1]
+        room -= self._num_bytes[found[0]]
+        for one in self._pending[1:]:
+            room -= self._num_bytes[one]
+            if room < 0 or self._has_tiles[one] != self._has_tiles[found[0]]:
+                break
+            found.append(one)
+        return found
+
+    def _stage(self, sender_layers: Sequence[int], must: bool) -> bool:
         """False: there is no room yet. What `must` come now and finds no room is given up."""
-        found = self._waiting or self._layer(sender_layer)
+        found = self._waiting or self._read_layers(sender_layers)
         self._waiting = None
         if found is None:
             return True
-        region = self._staging.load(found.parts, found.num_bytes)
+        region = self._staging.load(found.layout.parts, found.layout.num_bytes)
         if region is not None:
-            self._staged[sender_layer] = self._staged_layer(region, found)
-        elif not must and found.num_bytes <= self._staging.num_bytes:
+            self._add(region, found)
+        elif not must and found.layout.num_bytes <= self._staging.num_bytes:
             self._waiting = found
             return False
         else:
             for one in self._entries:
-                one.report.reasons["staging_full"] += 1
+                one.report.reasons["staging_full"] += len(sender_layers)
         return True
 
-    def _layer(self, sender_layer: int) -> _Read | None:
-        runs = self._runs(sender_layer)
-        if not runs:
-            return None
-        parts, table_shape, num_bytes = layout(list(runs.values()), self._staging.device)
-        return _Read(runs, parts, table_shape, num_bytes)
-
-    def _runs(self, sender_layer: int) -> dict[int, MapRun]:
-        """Entry -> its maps; one launch reads one kind of tiles, so those that differ from the first's are left out."""
-        runs: dict[int, MapRun] = {}
+    def _read_layers(self, sender_layers: Sequence[int]) -> _Read | None:
+        """One launch reads one kind of tiles, so entries that differ from the first's are left out of their layer."""
+        by_layer: dict[int, dict[int, MapRun]] = {layer: {} for layer in sender_layers}
         for one in self._entries:
             order = one.row.step.reuse
-            assert order is not None
-            found = self._read(one, order, sender_layer) if order.chunks and one.ranges else None
-            if found is None:
+            if order is None or not order.chunks or not one.ranges:
                 continue
-            if not covers(found, one.ranges):
-                one.report.reasons["rows_missing"] += 1
-            elif runs and next(iter(runs.values())).run.tile_dtype != found.run.tile_dtype:
-                one.report.reasons["mixed_tiles"] += 1
-            else:
-                runs[one.entry] = found
-        return runs
+            for layer, found in zip(sender_layers, self._read(one, order, sender_layers)):
+                runs = by_layer[layer]
+                if found is None:
+                    continue
+                if not covers(found, one.ranges):
+                    one.report.reasons["rows_missing"] += 1
+                elif runs and next(iter(runs.values())).run.tile_dtype != found.run.tile_dtype:
+                    one.report.reasons["mixed_tiles"] += 1
+                else:
+                    runs[one.entry] = found
+        by_layer = {layer: runs for layer, runs in by_layer.items() if runs}
+        if not by_layer:
+            return None
+        return _Read(by_layer, layout([list(runs.values()) for runs in by_layer.values()], self._staging.device))
 
-    def _staged_layer(self, region: Region, found: _Read) -> StagedLayer:
-        data, runs = self._staging.data(region), found.runs
-        first = next(iter(runs.values())).run
-        table = MapTable(
-            arena=data,
-            sections=data[: 8 * math.prod(found.table_shape)].view(torch.int64).view(found.table_shape),
-            spans=self._spans_of([one for one in self._entries if one.entry in runs]),
-            block=first.block,
-            chunk_blocks=first.chunk_blocks,
-            tile_dtype=first.tile_dtype,
-        )
-        return StagedLayer(region, table, runs)
+    def _add(self, region: Region, found: _Read) -> None:
+        data, group = self._staging.data(region), _Group(region, set(found.runs))
+        for (layer, runs), (begin, shape) in zip(found.runs.items(), found.layout.tables):
+            first = next(iter(runs.values())).run
+            table = MapTable(
+                arena=data,
+                sections=data[begin : begin + 8 * math.prod(shape)].view(torch.int64).view(shape),
+                spans=self._spans_of([one for one in self._entries if one.entry in runs]),
+                block=first.block,
+                chunk_blocks=first.chunk_blocks,
+                tile_dtype=first.tile_dtype,
+            )
+            self._staged[layer] = StagedLayer(group, table, runs)
 
 
 def covers(found: MapRun, ranges: Sequence[tuple[int, int]]) -> bool:
@@ -169,28 +197,3 @@ def covers(found: MapRun, ranges: Sequence[tuple[int, int]]) -> bool:
     first = run.first_chunk * run.chunk_blocks
     rows = (slice(begin // run.block - first, -(-end // run.block) - first) for begin, end in ranges)
     return all(bool(run.measured[one].all()) for one in rows)
-
-
-def layout(runs: Sequence[MapRun], device: torch.device) -> tuple[list[tuple[int, torch.Tensor]], tuple[int, ...], int]:
-    """What to copy where, the shape of the table of sections, which comes first, and the bytes in all.
-
-    Blobs that lie behind each other at their source are one part.
-    """
-    relative = np.concatenate([one.run.sections for one in runs])
-    sizes = np.concatenate([one.run.num_bytes for one in runs])
-    starts = align(relative.nbytes) + np.concatenate([[0], sizes.cumsum()])
-    table = torch.from_numpy(relative + starts[:-1, None, None])
-    parts = [(0, pinned(table, device).view(-1).view(torch.uint8))]
-    blobs = [blob for one in runs for blob in one.blobs]
-    for start, size, blob in zip(starts.tolist(), sizes.tolist(), blobs):
-        at, before = parts[-1]
-        if len(parts) > 1 and _follows(before, blob):
-            parts[-1] = (at, before.as_strided((before.shape[0] + size,), (1,)))
-        else:
-            parts.append((start, blob[:size]))
-    return parts, tuple(table.shape), int(starts[-1])
-
-
-def _follows(before: torch.Tensor, blob: torch.Tensor) -> bool:
-    same = before.untyped_storage().data_ptr() == blob.untyped_storage().data_ptr()
-    return same and before.data_ptr() + before.shape[0] == blob.data_ptr()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -135,7 +136,7 @@ class MapWorker:
         if self._gpu is None:
             self._reuse = StepReuse(entries)
         elif entries:
-            self._reuse = self._gpu.step(entries, query_start[-1], self._read_run)
+            self._reuse = self._gpu.step(entries, query_start[-1], self._read_runs)
 
     def rest(self, layer: int) -> tuple[frozenset[int], list[RowRange]]:
         """Which entries this layer reuses, and the rows of the batch that vLLM must compute."""
@@ -219,8 +220,16 @@ class MapWorker:
         found = {layer: self._read(self._reader.maps, order, layer, report) for layer in plan.map_layers}
         return {layer: maps for layer, maps in found.items() if maps is not None}
 
-    def _read_run(self, entry: EntryReuse, order: ReuseOrder, layer: int) -> MapRun | None:
-        return self._read(self._reader.run, order, layer, entry.report)
+    def _read_runs(self, entry: EntryReuse, order: ReuseOrder, layers: Sequence[int]) -> Sequence[MapRun | None]:
+        """All at once; where that fails, one by one, so that each has its own reason."""
+        if len(layers) > 1:
+            with suppress(Unavailable, BlobError, UnusableMap):
+                return self._reader.runs(order, layers)
+
+        def run(order: ReuseOrder, layer: int) -> MapRun:
+            return self._reader.runs(order, [layer])[0]
+
+        return [self._read(run, order, layer, entry.report) for layer in layers]
 
     def _read(
         self, read: Callable[[ReuseOrder, int], _T], order: ReuseOrder, layer: int, report: ReuseReport

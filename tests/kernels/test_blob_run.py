@@ -9,7 +9,7 @@ import torch
 from mapflow.kernels import blob_layout as layout
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import BlobError, blob_num_bytes, write_blob
-from mapflow.kernels.blob_run import read_run
+from mapflow.kernels.blob_run import BlobRun, read_runs
 from mapflow.kernels.compress_reference import assemble_chunk, compress_rows
 
 IDENTITIES = [7, 8, 2**64 - 1]
@@ -36,8 +36,18 @@ def blobs(maps: list[AttentionMap]) -> list[bytearray]:
     return found
 
 
+def _joined(blobs: list[bytearray]) -> np.ndarray:
+    return np.frombuffer(b"".join(blobs), dtype=np.uint8)
+
+
+def _read(blobs: list[bytearray], identities: list[int], layers: int = 1) -> list[BlobRun]:
+    sizes = np.array([len(blob) for blob in blobs], dtype=np.int64).reshape(layers, -1)
+    offsets = (sizes.cumsum() - sizes.ravel()).reshape(layers, -1)
+    return read_runs(_joined(blobs), offsets, sizes, np.array(identities, dtype=np.uint64).reshape(layers, -1))
+
+
 def test_sections_are_where_the_parts_lie(maps: list[AttentionMap], blobs: list[bytearray]) -> None:
-    run = read_run(blobs, IDENTITIES)
+    (run,) = _read(blobs, IDENTITIES)
     assert (run.block, run.num_heads, run.chunk_blocks, run.first_chunk, run.num_chunks) == (64, 3, 2, 1, 3)
     assert run.measured.tolist() == [True, True, True, True, True, False]
     assert not run.approximate
@@ -62,9 +72,27 @@ def test_sections_are_where_the_parts_lie(maps: list[AttentionMap], blobs: list[
 
 
 def test_heads_that_nobody_asked_for(blobs: list[bytearray]) -> None:
-    run = read_run(blobs, IDENTITIES)
-    assert run.has_heads(blobs, [0, 2])
-    assert not run.has_heads(blobs, [0, 1])
+    (run,) = _read(blobs, IDENTITIES)
+    assert run.has_heads(_joined(blobs), [0, 2])
+    assert not run.has_heads(_joined(blobs), [0, 1])
+
+
+def test_several_layers_at_once(maps: list[AttentionMap], blobs: list[bytearray]) -> None:
+    """Each as if it had been read alone."""
+    others = [bytearray(len(blob)) for blob in blobs]
+    for one, into in zip(maps, others):
+        write_blob(one, into, identity=5)
+    identities = [*IDENTITIES, 5, 5, 5]
+    runs = _read(blobs + others, identities, layers=2)
+    begin = sum(map(len, blobs))
+    for run, alone, skipped in zip(runs, [_read(blobs, IDENTITIES)[0], _read(others, [5] * 3)[0]], (0, begin)):
+        assert (run.offsets == alone.offsets + skipped).all() and (run.sections == alone.sections).all()
+        assert (run.first_chunk, run.num_chunks, run.num_bytes.tolist()) == (1, 3, alone.num_bytes.tolist())
+        assert run.has_heads(_joined(blobs + others), [0, 2]) and not run.has_heads(_joined(blobs + others), [1])
+    others[1][100] ^= 1
+    with pytest.raises(BlobError) as error:
+        _read(blobs + others, identities, layers=2)
+    assert error.value.reason == "checksum"
 
 
 def _flip(at: int) -> Callable[[list[bytearray]], None]:
@@ -91,10 +119,18 @@ def _flip(at: int) -> Callable[[list[bytearray]], None]:
 def test_refuses(edit: Callable[[list[bytearray]], None], reason: str, blobs: list[bytearray]) -> None:
     edit(blobs)
     with pytest.raises(BlobError) as error:
-        read_run(blobs, IDENTITIES)
+        _read(blobs, IDENTITIES)
     assert error.value.reason == reason
 
 
 def test_refuses_chunks_out_of_order(blobs: list[bytearray]) -> None:
     with pytest.raises(BlobError, match="do not follow"):
-        read_run([blobs[0], blobs[2]], [IDENTITIES[0], IDENTITIES[2]])
+        _read([blobs[0], blobs[2]], [IDENTITIES[0], IDENTITIES[2]])
+
+
+def test_refuses_bytes_outside_the_source(blobs: list[bytearray]) -> None:
+    source, identities = _joined(blobs), np.array([IDENTITIES], dtype=np.uint64)
+    sizes = np.array([[len(blob) for blob in blobs]], dtype=np.int64)
+    for offsets in (np.cumsum(sizes, axis=1), np.array([[-1, 0, 0]])):
+        with pytest.raises(ValueError, match="outside their source"):
+            read_runs(source, offsets, sizes, identities)

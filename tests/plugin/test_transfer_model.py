@@ -9,7 +9,7 @@ STEP = (8192, 8192)
 
 def model(bytes_per_s: float = 1e9, layer_s: float = 0.01) -> TransferModel:
     one = TransferModel()
-    one.observe_copy(int(bytes_per_s), 1.0)
+    one.observe_copy(int(100 * bytes_per_s), 100.0)
     one.observe_layers(*STEP, layer_s)
     return one
 

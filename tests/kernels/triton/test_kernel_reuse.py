@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import blob_num_bytes, write_blob
-from mapflow.kernels.blob_run import read_run
+from mapflow.kernels.blob_run import read_runs
 
 SENDER_HEADS, CHUNK, BLOCK = 3, 128, 64
 GUIDE, TRANSLATE = Mode.GUIDE, Mode.TRANSLATE
@@ -96,18 +97,21 @@ class _Step:
             found.append(EntryReuse(entry=entry, row=row, plan=self.plan, maps=maps, ranges=[(segment.row_begin, end)]))
         return found
 
-    def read(self, entry: EntryReuse, order: ReuseOrder, layer: int) -> MapRun:
-        """Both blobs behind each other in one buffer, as an arena has them."""
-        self.reads.append((entry.entry, layer))
-        maps = self.maps[layer][entry.entry]
-        sizes = [blob_num_bytes(one) for one in maps]
-        whole = bytearray(sum(sizes))
-        with memoryview(whole) as view:
-            write_blob(maps[0], view)
-            write_blob(maps[1], view[sizes[0] :])
+    def read(self, entry: EntryReuse, order: ReuseOrder, layers: Sequence[int]) -> list[MapRun | None]:
+        """The blobs behind each other in one buffer, a chunk's layers together, as an arena has them."""
+        self.reads += [(entry.entry, layer) for layer in layers]
+        maps = [self.maps[layer][entry.entry][chunk] for chunk in range(2) for layer in layers]
+        sizes = np.array([blob_num_bytes(one) for one in maps])
+        offsets = sizes.cumsum() - sizes
+        whole = bytearray(int(sizes.sum()))
+        for one, begin in zip(maps, offsets):
+            with memoryview(whole) as view:
+                write_blob(one, view[begin:])
         data = torch.frombuffer(whole, dtype=torch.uint8)
-        blobs = list(data.split(sizes))
-        return MapRun(run=read_run([one.numpy().data for one in blobs], [0, 0]), blobs=blobs)
+        shape = (2, len(layers))
+        names = np.zeros(shape, dtype=np.uint64)
+        runs = read_runs(data.numpy(), offsets.reshape(shape).T, sizes.reshape(shape).T, names.T)
+        return [MapRun(run=run, source=data) for run in runs]
 
     def layer_bytes(self) -> int:
         """Of the largest sender layer, with its table."""
@@ -161,7 +165,7 @@ def test_as_the_references(step: _Step, error_of: Callable[..., float], layers: 
         if LAYERS[layer].mode is not Mode.COMPUTE:
             bound = 5e-2 if LAYERS[layer].mode is TRANSLATE else 1e-2  # e4m3 values
             assert error_of(out.cpu().nan_to_num(), wanted.nan_to_num()) < bound, layer
-    assert step.reads == [(entry, layer) for layer in (5, 1, 2, 3, 4) for entry in (0, 1)]
+    assert sorted(step.reads) == [(entry, layer) for entry in (0, 1) for layer in range(1, 6)], "each once"
     assert [dict(one.report.reasons) for one in reuse.entries] == [{}, {}]
     counted, not_counted = (one.report for one in reuse.entries)
     assert counted.modes == {"static": 1, "guide": 4, "translate": 2}
@@ -182,7 +186,7 @@ def test_less_room_than_one_layer_needs(step: _Step) -> None:
 def test_maps_that_would_come_too_late(step: _Step) -> None:
     """Of sender layers 5, 1, 2, 3, 4, in this order, with 1 s a layer of the receiver and 10 kB/s."""
     model = TransferModel()
-    model.observe_copy(10_000, 1.0)
+    model.observe_copy(10_000_000, 1000.0)
     model.observe_layers(step.batch.num_rows, max(one.row_end for one in step.batch.segments), 1.0)
     reuse = step.kernels(4 << 20, model)
     _run(reuse, step.batch)
@@ -197,11 +201,14 @@ def test_rows_that_nobody_measured(step: _Step, monkeypatch: pytest.MonkeyPatch)
     reuse = step.kernels(4 << 20)
     read = step.read
 
-    def without(entry: EntryReuse, order: ReuseOrder, layer: int) -> MapRun | None:
-        found = read(entry, order, layer)
-        if entry.entry == 1 and layer == 5:
-            found.run.measured[0] = False
-        return None if (entry.entry, layer) == (0, 1) else found
+    def without(entry: EntryReuse, order: ReuseOrder, layers: Sequence[int]) -> list[MapRun | None]:
+        found = read(entry, order, layers)
+        for number, layer in enumerate(layers):
+            if (entry.entry, layer) == (1, 5):
+                found[number].run.measured[0] = False
+            if (entry.entry, layer) == (0, 1):
+                found[number] = None
+        return found
 
     for _, _, maps in reuse._groups:
         monkeypatch.setattr(maps, "_read", without)
