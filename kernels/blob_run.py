@@ -95,7 +95,7 @@ def read_runs(source: Bytes, offsets: Numbers, sizes: Numbers, identities: npt.N
         raise ValueError(f"expected offsets, sizes and identities of a blob or more, got {offsets.shape}")
     if (at < 0).any() or (room < 0).any() or (at + room > len(source)).any():
         raise ValueError(f"blobs: some lie outside their source of {len(source)} bytes")
-    first = read_prologue(memoryview(source[at[0] : at[0] + room[0]]))[0]
+    first = read_prologue(source[at[0] : at[0] + room[0]].data)[0]
     prologues = _copy_prologues(source, at, room, first)
     fields = prologues[:, : layout.HEADER_BYTES].copy().view(_FIELDS)[:, 0]
     chunks = np.tile(np.arange(num_chunks, dtype=np.int64) + first.chunk_index, layers)

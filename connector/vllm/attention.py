@@ -61,10 +61,15 @@ class ReusingAttention:
             return result
 
         connector = compat.active_connector() if attn_metadata is not None else None
-        if connector is None or not connector.map_worker.has_work:
+        if connector is None:
             return plain(query, attn_metadata, output)
         worker: MapWorker = connector.map_worker
+        if not worker.has_work and not worker.times_plain(attn_metadata.num_actual_tokens):
+            return plain(query, attn_metadata, output)
         number = compat.layer_number(layer.layer_name)
+        if not worker.has_work and number is not None:
+            size = (attn_metadata.num_actual_tokens, attn_metadata.max_seq_len)
+            return worker.plain(number, *size, lambda: plain(query, attn_metadata, output))
         kv = self.paged_kv(layer, kv_cache)
         if number is None or kv is None:  # a layer whose queries are always there
             worker.skip_layer("layer_name" if number is None else "kv_layout", layer.layer_name)
@@ -72,13 +77,15 @@ class ReusingAttention:
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
         is_eligible = compat.is_plain_attention(self, attn_metadata)
-        done = False
+        done = is_eligible and not worker.may_reuse(number)
+        if done:  # first of all, so that a GPU is at work on this layer while the next ones are made ready
+            plain(query, attn_metadata, output)
         if is_eligible:
             worker.queries.eligible.add(number)
             try:
                 if not worker.is_placed:
                     worker.place(**compat.batch_shape(attn_metadata, kv, connector.page_size))
-                done = self._reuse(worker, number, rows, kv, attn_metadata, out, plain)
+                done = self._reuse(worker, number, rows, kv, attn_metadata, out, plain) or done
             except Exception:
                 logger.exception("mapflow: reuse failed in layer %d; vLLM computes it", number)
                 worker.drop_reuse("internal")

@@ -38,7 +38,7 @@ class ConnectorConfig:
         staging_bytes: GPU memory that maps are copied into ahead of their layers; 0 for what the plans need as a rule
             (256 MiB for guide, 2 GiB with translate). It comes on top of vLLM's `gpu_memory_utilization`.
         skip_queries: whether rows that `translate` reuses go without their Q projection.
-        skip_late_layers: whether a GPU computes layers whose maps would come later than the layer itself.
+        cost_model: whether a GPU computes layers whose maps would come too late, and steps that reuse makes slower.
         capture_bytes: GPU memory in which a sender's maps wait to be copied to the host, on top likewise; 0 for what
             the plans need as a rule (256 MiB for guide or without plans, 2 GiB with translate).
     """
@@ -55,7 +55,7 @@ class ConnectorConfig:
     publish_queue: int = 1024
     staging_bytes: int = 0
     skip_queries: bool = True
-    skip_late_layers: bool = True
+    cost_model: bool = True
     capture_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class ConnectorConfig:
             "publish_queue": int,
             "staging_bytes": int,
             "skip_queries": _boolean,
-            "skip_late_layers": _boolean,
+            "cost_model": _boolean,
             "capture_bytes": int,
         }
         values: dict[str, object] = {}

@@ -95,9 +95,7 @@ class MapFlowConnector(KVConnectorBase_V1):
             from mapflow.connector.vllm.gpu import GpuReuse  # needs Triton
 
             settings = engine.config
-            self._gpu = GpuReuse(
-                engine.plans, device, settings.staging_bytes, skip_late_layers=settings.skip_late_layers
-            )
+            self._gpu = GpuReuse(engine.plans, device, settings.staging_bytes, cost_model=settings.cost_model)
         capture = self._start_capture(engine, device) if engine.facts.publishes else None
         self.map_worker = MapWorker(
             plans=engine.plans,

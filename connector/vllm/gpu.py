@@ -5,6 +5,7 @@ for a sender, the buffer of its captures.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,9 +15,10 @@ from mapflow.connector.vllm.capture_buffer import CaptureBuffer
 from mapflow.connector.vllm.facts import EngineFacts
 from mapflow.connector.vllm.kernel_capture import Defer, KernelCapture
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
-from mapflow.connector.vllm.layer_timer import LayerTimer
+from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.pinned import PinnedArenas
 from mapflow.connector.vllm.reuse import EntryReuse
+from mapflow.connector.vllm.reuse_gain import ReuseGain
 from mapflow.connector.vllm.staged_maps import ReadRuns
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
@@ -76,11 +78,11 @@ class GpuReuse:
     """Of one worker."""
 
     def __init__(
-        self, plans: Sequence[Plan], device: torch.device, staging_bytes: int, *, skip_late_layers: bool = True
+        self, plans: Sequence[Plan], device: torch.device, staging_bytes: int, *, cost_model: bool = True
     ) -> None:
         """staging_bytes: of GPU memory; 0 for what the plans' modes need as a rule.
 
-        skip_late_layers: whether layers are computed whose maps would come too late.
+        cost_model: whether layers are computed whose maps would come too late, and steps that reuse makes slower.
 
         Raises:
             torch.OutOfMemoryError: the memory is not there.
@@ -91,20 +93,23 @@ class GpuReuse:
         self._staging = StagingBuffer(staging_bytes or staging_bytes_for(plans), device)
         self._tensors = DevicePlans(device)
         self._model = TransferModel()
-        self._timer = LayerTimer(device, len(plans[0].layers))
-        self._skip_late_layers = skip_late_layers
+        self._gain = ReuseGain()
+        self._timer = LayerTimer(device, min(map(_first_reused, plans)), len(plans[0].layers) - 1)
+        self._cost_model = cost_model
 
     def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRuns) -> KernelReuse:
         """Reuse of one step whose batch has `num_rows` rows; what earlier ones took tells which maps come in time."""
-        copies, layers = self._staging.copies_done(), self._timer.observed()
-        if self._skip_late_layers:
-            for num_bytes, seconds in copies:
-                self._model.observe_copy(num_bytes, seconds)
-            for observed in layers:
-                self._model.observe_layers(*observed)
+        size = _size(entries, num_rows)
+        if self._cost_model:
+            self._learn()
+            if size.plans and not self._gain.pays(size.num_rows, size.context, size.plans):
+                size = replace(size, plans=frozenset())
+                for one in entries:
+                    one.ranges.clear()
+                    one.report.reasons["no_gain"] += 1
         return KernelReuse(
             entries,
-            num_rows=num_rows,
+            size=size,
             device=self._device,
             staging=self._staging,
             plans=self._tensors,
@@ -112,6 +117,25 @@ class GpuReuse:
             model=self._model,
             timer=self._timer,
         )
+
+    def plain_begins(self, layer: int, num_rows: int, context: int) -> None:
+        """A layer of a step without orders begins; what it takes is what reuse is compared with."""
+        if layer == 0 and self._cost_model:
+            self._learn()
+        self._timer.begin(layer, StepSize(num_rows=num_rows, context=context))
+
+    def plain_ends(self, layer: int) -> None:
+        """It was launched."""
+        self._timer.end(layer)
+
+    def _learn(self) -> None:
+        for num_bytes, seconds in self._staging.copies_done():
+            self._model.observe_copy(num_bytes, seconds)
+        for size, seconds in self._timer.observed():
+            if size.plans is not None:
+                self._gain.observe(size.num_rows, size.context, size.plans, seconds)
+            if size.plans != frozenset():
+                self._model.observe_layers(size.num_rows, size.context, seconds)
 
     def warm_up(self, kv: PagedKV, num_heads: int, max_tokens: int) -> None:
         """Compile every kernel that the plans use, for one layer's cache and prompts of up to `max_tokens`."""
@@ -130,3 +154,16 @@ class GpuReuse:
             for plan in self._plans
             if any(layer.mode is Mode.TRANSLATE for layer in plan.layers)
         }
+
+
+def _first_reused(plan: Plan) -> int:
+    return next((number for number, layer in enumerate(plan.layers) if layer.mode is not Mode.COMPUTE), 0)
+
+
+def _size(entries: Sequence[EntryReuse], num_rows: int) -> StepSize:
+    reused = sum(rows.num_rows for one in entries for rows in one.reused_rows())
+    return StepSize(
+        num_rows=num_rows,
+        context=max(one.row.row_end for one in entries),
+        plans=frozenset(one.plan.name for one in entries) if reused > 0.9 * num_rows else None,
+    )

@@ -12,7 +12,7 @@ import torch
 
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.vllm.kept_blocks import KeptBlocks
-from mapflow.connector.vllm.layer_timer import LayerTimer
+from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, segment
 from mapflow.connector.vllm.staged_maps import ReadRuns, StagedMaps
@@ -50,7 +50,7 @@ class KernelReuse(StepReuse):
         self,
         entries: Sequence[EntryReuse],
         *,
-        num_rows: int,
+        size: StepSize,
         device: torch.device,
         staging: StagingBuffer,
         plans: DevicePlans,
@@ -58,24 +58,23 @@ class KernelReuse(StepReuse):
         model: TransferModel,
         timer: LayerTimer,
     ) -> None:
-        """num_rows: rows of the batch's query and out."""
+        """size: of the step; its rows are those of the batch's query and out."""
         super().__init__(entries)
-        self._num_rows, self._device, self._staging, self._plans = num_rows, device, staging, plans
+        self._size, self._device, self._staging, self._plans = size, device, staging, plans
         self._rows: dict[tuple[int, ...], tuple[BlockRows, tuple[ChunkSpan, ...]]] = {}
         self._static: dict[tuple[tuple[int, ...], int, int], BlockIndex] = {}
         self._counts = KeptBlocks()
         self._timer = timer
-        self._context = max((one.row.row_end for one in entries), default=0)
         self._groups: list[tuple[Plan, list[EntryReuse], StagedMaps]] = []
         for plan in {id(one.plan): one.plan for one in entries}.values():
             of_plan = [one for one in entries if one.plan is plan]
             maps = StagedMaps(plan, of_plan, staging, read, lambda some: self._rows_of(some)[1])
-            maps.give_up(model.late(maps.transfers(), num_rows, self._context))
+            maps.give_up(model.late(maps.transfers(), size.num_rows, size.context))
             self._groups.append((plan, of_plan, maps))
 
     def prepare(self, layer: int) -> None:
         """Start the copies that this layer and the next ones need."""
-        self._timer.begin(layer, self._num_rows, self._context)
+        self._timer.begin(layer, self._size)
         for _, _, maps in self._groups:
             maps.prepare(layer)
 
@@ -162,7 +161,7 @@ class KernelReuse(StepReuse):
             rows = BlockRows.from_segments(
                 segments,
                 block=plan.block,
-                num_batch_rows=self._num_rows,
+                num_batch_rows=self._size.num_rows,
                 device=self._device,
                 chunk_blocks=plan.chunk_tokens // plan.block,
                 spans=spans,

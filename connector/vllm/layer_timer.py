@@ -1,55 +1,68 @@
-"""How long a layer of a step takes on the GPU, from events around most of the layers; nothing waits for them."""
+"""How long a layer of a step takes on the GPU, from events around the layers that reuse; nothing waits for them."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
-@dataclass(slots=True, kw_only=True)
-class _Step:
-    """Events at the first layer that was seen and at the last so far."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """What the time of a step depends on.
 
-    first: int
-    started: Any
+    Attributes:
+        num_rows: rows of its batch.
+        context: tokens of the longest prompt in it, up to its last row.
+        plans: names of the plans that reuse its rows, none for a step without reuse; None where some rows are reused
+            and some are not.
+    """
+
     num_rows: int
     context: int
-    last: int = -1
+    plans: frozenset[str] | None = frozenset()
+
+
+@dataclass(slots=True)
+class _Step:
+    size: StepSize
+    started: Any
     ended: Any = None
 
 
 class LayerTimer:
     """Of one worker. Without a GPU nothing is observed."""
 
-    def __init__(self, device: torch.device, num_layers: int) -> None:
-        """num_layers: of the receiver; a step is timed up to its last layer."""
+    def __init__(self, device: torch.device, first: int, last: int) -> None:
+        """first, last: layers of the receiver between whose attention a step is timed."""
         self._device = device
-        self._last_layer = num_layers - 1
+        self._first, self._last = first, last
         self._now: _Step | None = None
-        self._done: list[_Step] = []
+        self._done: deque[_Step] = deque()
 
-    def begin(self, layer: int, num_rows: int, context: int) -> None:
-        """A layer's attention is about to be launched, for a batch of `num_rows` rows of prompts up to `context`."""
-        if self._device.type == "cuda" and (self._now is None or layer < self._now.first):
-            self._now = _Step(first=layer, started=self._event(), num_rows=num_rows, context=context)
+    def begin(self, layer: int, size: StepSize) -> None:
+        """A layer's attention is about to be launched."""
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        if layer == self._first < self._last:
+            self._now = _Step(size, self._event())
 
     def end(self, layer: int) -> None:
         """It was launched."""
-        if self._now is not None and layer == self._last_layer and layer > self._now.first:
-            self._now.last, self._now.ended = layer, self._event()
+        if self._now is not None and layer == self._last:
+            self._now.ended = self._event()
             self._done.append(self._now)
             self._now = None
 
-    def observed(self) -> list[tuple[int, int, float]]:
-        """Rows, context, and seconds a layer of the steps that ended since the last call."""
-        ended = [one for one in self._done if one.ended.query()]
-        self._done = [one for one in self._done if one not in ended]
-        return [
-            (one.num_rows, one.context, 1e-3 * one.started.elapsed_time(one.ended) / (one.last - one.first))
-            for one in ended
-        ]
+    def observed(self) -> list[tuple[StepSize, float]]:
+        """Steps that ended since the last call, and seconds of a layer of each."""
+        found = []
+        while self._done and self._done[0].ended.query():
+            one = self._done.popleft()
+            found.append((one.size, 1e-3 * one.started.elapsed_time(one.ended) / (self._last - self._first)))
+        return found
 
     def drop(self) -> None:
         """A step ended in the middle."""

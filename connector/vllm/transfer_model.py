@@ -35,13 +35,13 @@ class TransferModel:
     def observe_copy(self, num_bytes: int, seconds: float) -> None:
         """A copy of so many bytes took so long; small ones tell nothing and are left out."""
         if num_bytes >= _MEASURABLE_BYTES and seconds > 0:
-            self._bytes_per_s = _mean(self._bytes_per_s, num_bytes / seconds)
+            self._bytes_per_s = running_mean(self._bytes_per_s, num_bytes / seconds)
 
     def observe_layers(self, num_rows: int, context: int, seconds: float) -> None:
         """A layer of a step took so long on average; num_rows: of the batch, context: longest prompt so far in it."""
         if num_rows > 0 and seconds > 0:
             kind = _kind(num_rows, context)
-            self._layer_s[kind] = _mean(self._layer_s.get(kind), seconds)
+            self._layer_s[kind] = running_mean(self._layer_s.get(kind), seconds)
 
     def late(self, wanted: Sequence[Transfer], num_rows: int, context: int) -> set[int]:
         """Sender layers whose maps would come too late for their first reader, in a step of such a size.
@@ -64,7 +64,8 @@ class TransferModel:
         return found
 
 
-def _mean(before: float | None, new: float) -> float:
+def running_mean(before: float | None, new: float) -> float:
+    """The mean that `before` was, with a new observation in it."""
     return new if before is None else before + _WEIGHT * (new - before)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters, LimitedLog
-from mapflow.connector.plan import Plan
+from mapflow.connector.plan import Mode, Plan
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.batch import BatchRow, RowRange, locate, split_entry
 from mapflow.connector.vllm.capture import FinishedMap, StepCapture
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+TIMED_ROWS = 1024
 
 
 class MapWorker:
@@ -105,6 +107,18 @@ class MapWorker:
         """Whether this step holds any order at all."""
         return bool(self._steps)
 
+    def times_plain(self, num_rows: int) -> bool:
+        """Whether a step without orders is timed: on a GPU, and large enough to be a prefill."""
+        return self._gpu is not None and num_rows >= TIMED_ROWS
+
+    def plain(self, layer: int, num_rows: int, context: int, attend: Callable[[], _T]) -> _T:
+        """Time a layer of a step without orders; context: tokens of its longest request."""
+        assert self._gpu is not None
+        self._gpu.plain_begins(layer, num_rows, context)
+        result = attend()
+        self._gpu.plain_ends(layer)
+        return result
+
     @property
     def is_placed(self) -> bool:
         """Whether this step's orders have been matched with the batch."""
@@ -137,6 +151,11 @@ class MapWorker:
             self._reuse = StepReuse(entries)
         elif entries:
             self._reuse = self._gpu.step(entries, query_start[-1], self._read_runs)
+
+    def may_reuse(self, layer: int) -> bool:
+        """Whether any order of this step is for this layer; known before `place`."""
+        plans = (self._plans[step.reuse.plan] for step in self._steps if step.reuse is not None)
+        return any(plan.layers[layer].mode is not Mode.COMPUTE for plan in plans)
 
     def rest(self, layer: int) -> tuple[frozenset[int], list[RowRange]]:
         """Which entries this layer reuses, and the rows of the batch that vLLM must compute."""

@@ -131,7 +131,7 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
 
     def transfer(role: str, used: Sequence[str]) -> dict[str, Any]:
         # layers of this model take less time than a copy may
-        extra = {"endpoint": endpoint, "plan": list(used), "lookup_deadline_s": 2.0, "skip_late_layers": False}
+        extra = {"endpoint": endpoint, "plan": list(used), "lookup_deadline_s": 2.0, "cost_model": False}
         return {"kv_connector": "mapflow", "kv_role": role, "kv_connector_extra_config": extra}
 
     def batch(mapflow: dict[str, Any] | None) -> dict[str, Any]:

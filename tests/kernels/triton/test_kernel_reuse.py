@@ -13,7 +13,7 @@ from mapflow.connector.messages import Extent
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
-from mapflow.connector.vllm.layer_timer import LayerTimer
+from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.map_reader import MapRun
 from mapflow.connector.vllm.messages import MappedChunk, RequestStep, ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
@@ -122,15 +122,16 @@ class _Step:
         device = self.batch.device
         entries = self.entries([one.block_table for one in self.batch.segments], with_maps=False)
         rows = self.batch.num_rows
+        size = StepSize(num_rows=rows, context=max(one.row_end for one in self.batch.segments))
         return KernelReuse(
             entries,
-            num_rows=rows,
+            size=size,
             device=device,
             staging=StagingBuffer(staging_bytes, device),
             plans=DevicePlans(device),
             read=self.read,
             model=model or TransferModel(),
-            timer=LayerTimer(device, len(LAYERS)),
+            timer=LayerTimer(device, 1, len(LAYERS) - 1),
         )
 
 
