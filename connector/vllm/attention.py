@@ -78,8 +78,11 @@ class ReusingAttention:
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
         is_eligible = compat.is_plain_attention(self, attn_metadata)
         done = is_eligible and not worker.may_reuse(number)
-        if done:  # first of all, so that a GPU is at work on this layer while the next ones are made ready
+        if done:
             plain(query, attn_metadata, output)
+            if not worker.must_prepare(number):
+                worker.queries.eligible.add(number)
+                return output
         if is_eligible:
             worker.queries.eligible.add(number)
             try:

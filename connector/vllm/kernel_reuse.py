@@ -14,7 +14,7 @@ from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.vllm.kept_blocks import KeptBlocks
 from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.messages import ReuseOrder
-from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, segment
+from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, reads_from, segment
 from mapflow.connector.vllm.staged_maps import ReadRuns, StagedMaps
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
@@ -69,7 +69,7 @@ class KernelReuse(StepReuse):
         for plan in {id(one.plan): one.plan for one in entries}.values():
             of_plan = [one for one in entries if one.plan is plan]
             maps = StagedMaps(plan, of_plan, staging, read, lambda some: self._rows_of(some)[1])
-            maps.give_up(model.late(maps.transfers(), size.num_rows, size.context))
+            maps.give_up(model.late(maps.transfers(), size.num_rows, size.context, reads_from(plan)))
             self._groups.append((plan, of_plan, maps))
 
     def prepare(self, layer: int) -> None:

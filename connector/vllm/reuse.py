@@ -81,6 +81,16 @@ def covered_ranges(maps: LayerMaps, row_begin: int, row_end: int) -> list[tuple[
     return ranges
 
 
+def reads_from(plan: Plan) -> int:
+    """Receiver layer behind which maps are first read.
+
+    The later, the more layers a GPU has before it while the host reads; tiles take about a layer's time to be copied.
+    """
+    modes = ((number, layer.mode) for number, layer in enumerate(plan.layers) if layer.mode is not Mode.COMPUTE)
+    first, mode = next(modes, (0, Mode.COMPUTE))
+    return max(first - (2 if mode is Mode.TRANSLATE else 1), 0)
+
+
 class StepReuse:
     """All reuse of one step; made before its first attention layer, dropped after its last."""
 

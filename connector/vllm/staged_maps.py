@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mapflow.connector.plan import Plan
+from mapflow.connector.plan import Mode, Plan
 from mapflow.connector.vllm.map_layout import MapLayout, layout
 from mapflow.connector.vllm.map_reader import MapRun
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse
 from mapflow.connector.vllm.staging import Region, StagingBuffer
 from mapflow.connector.vllm.transfer_model import Transfer
-from mapflow.connector.wants import plan_wants
 from mapflow.kernels.block_rows import ChunkSpan
 from mapflow.kernels.map_table import MapTable
 
@@ -77,7 +76,7 @@ class StagedMaps:
             if of_layer.sender_layer is not None:
                 self._first_use.setdefault(of_layer.sender_layer, layer)
                 self._last_use[of_layer.sender_layer] = layer
-        self._has_tiles = {layer: want.tile_top_p > 0 for layer, want in plan_wants(plan).items()}
+        self._tiled = {one.sender_layer for one in plan.layers if one.mode is Mode.TRANSLATE}
         self._num_bytes = dict.fromkeys(self._first_use, 0)
         for one in entries:
             order = one.row.step.reuse
@@ -132,7 +131,7 @@ class StagedMaps:
         room -= self._num_bytes[found[0]]
         for one in self._pending[1:]:
             room -= self._num_bytes[one]
-            if room < 0 or self._has_tiles[one] != self._has_tiles[found[0]]:
+            if room < 0 or (one in self._tiled) != (found[0] in self._tiled):
                 break
             found.append(one)
         return found

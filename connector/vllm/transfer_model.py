@@ -43,16 +43,16 @@ class TransferModel:
             kind = _kind(num_rows, context)
             self._layer_s[kind] = running_mean(self._layer_s.get(kind), seconds)
 
-    def late(self, wanted: Sequence[Transfer], num_rows: int, context: int) -> set[int]:
+    def late(self, wanted: Sequence[Transfer], num_rows: int, context: int, begin: int = 0) -> set[int]:
         """Sender layers whose maps would come too late for their first reader, in a step of such a size.
 
-        `wanted`: in the order in which they will be copied. Where all of them are late nothing will be copied and so
-        nothing be learnt, so the link is then trusted a little more the next time.
+        `wanted`: in the order in which they will be copied, from receiver layer `begin` on. Where all of them are late
+        nothing will be copied and so nothing be learnt, so the link is then trusted a little more the next time.
         """
         layer_s = self._layer_s.get(_kind(num_rows, context))
         if layer_s is None or self._bytes_per_s is None:
             return set()
-        found, copied_at = set(), 0.0
+        found, copied_at = set(), begin * layer_s
         for one in wanted:
             done = copied_at + _SLACK * one.num_bytes / self._bytes_per_s
             if done > one.first_use * layer_s:

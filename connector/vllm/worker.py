@@ -24,7 +24,7 @@ from mapflow.connector.vllm.left_out_queries import LeftOutQueries
 from mapflow.connector.vllm.map_reader import MapReader, MapRun, UnusableMap
 from mapflow.connector.vllm.messages import RequestStep, ReuseOrder, ReuseReport
 from mapflow.connector.vllm.publisher import Publisher
-from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, covered_ranges
+from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, covered_ranges, reads_from
 from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import BlobError
@@ -156,6 +156,11 @@ class MapWorker:
         """Whether any order of this step is for this layer; known before `place`."""
         plans = (self._plans[step.reuse.plan] for step in self._steps if step.reuse is not None)
         return any(plan.layers[layer].mode is not Mode.COMPUTE for plan in plans)
+
+    def must_prepare(self, layer: int) -> bool:
+        """Whether anything is to be done for this step behind a layer that nobody reuses."""
+        plans = (self._plans[step.reuse.plan] for step in self._steps if step.reuse is not None)
+        return any(step.capture for step in self._steps) or any(layer >= reads_from(plan) for plan in plans)
 
     def rest(self, layer: int) -> tuple[frozenset[int], list[RowRange]]:
         """Which entries this layer reuses, and the rows of the batch that vLLM must compute."""
