@@ -9,13 +9,10 @@ stated density (`ttft_setup.py`).
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import random
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,17 +23,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
+from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
 
-from kernels import git_commit, versions, write_report
-from mapflow.cli.demo.processes import Services, daemon_command, wait_ready
+from kernels import write_report
 from mapflow.connector.client import Client
-from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.messages import Producer
 from mapflow.connector.plan import Mode, Plan
 
 RESULTS = Path(__file__).parent / "results"
-CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,56 +47,13 @@ class Variant:
     k: int = 0
 
 
-class Engine:
-    """A process of `ttft_engine.py`."""
-
-    def __init__(self, settings: dict[str, Any], log: Path) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONSAFEPATH": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        }
-        command = [sys.executable, str(Path(__file__).with_name("ttft_engine.py")), json.dumps(settings)]
-        with log.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True
-            )
-        self._log = log
-
-    def wait(self) -> None:
-        """Until it serves."""
-        self._answer()
-
-    def ask(self, prompt: Sequence[int], mapflow: dict[str, Any] | None, max_tokens: int = 1) -> dict[str, Any]:
-        """One request: {"ms", "report"}."""
-        assert self._process.stdin is not None
-        request = {"prompt": list(prompt), "mapflow": mapflow, "max_tokens": max_tokens}
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._answer()
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"an engine ended: {self._log.read_text(errors='replace')[-3000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
 def first_layers(layers: int) -> list[int]:
     """Of a receiver with so many layers, the first that reuse anything: r = 3, and a third of them."""
     return sorted({min(3, layers - 1), layers // 3})
 
 
 def variants(layers: int, arguments: argparse.Namespace) -> list[Variant]:
-    """What is measured, in this order within every repeat."""
+    """What is measured, plain vLLM first."""
     found = [
         Variant(mode="plain", engine="plain", tier=""),
         Variant(mode="exact", engine="mapflow", tier=""),
@@ -127,19 +79,7 @@ def engines(
         extra = {"endpoint": endpoint, "plan": paths, "lookup_deadline_s": 1.0}
         return {"kv_connector": "mapflow", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
 
-    longest = max(arguments.contexts) + 64
-    engine: dict[str, Any] = {
-        "max_model_len": longest,
-        "max_num_batched_tokens": longest,
-        "max_num_seqs": 4,
-        "enable_prefix_caching": False,
-        "enforce_eager": arguments.eager,
-    }
-    if torch.cuda.is_available():
-        engine |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 12 << 30, "dtype": "bfloat16"}
-    else:
-        engine |= {"dtype": "float32", "block_size": 32}
-    common = {"model": str(receiver), "engine": engine}
+    common = {"model": str(receiver), "engine": engine_options(arguments)}
     settings = {
         "plain": {**common, "transfer": None, "online_density": None},
         "mapflow": {
@@ -164,10 +104,11 @@ def engines(
 def measure(
     running: dict[str, Engine], wanted: Sequence[Variant], context: int, prompts: dict[str, list[int]], repeats: int
 ) -> list[dict[str, Any]]:
-    """Interleaved repeats of every variant at one context, after one round that does not count."""
+    """Repeats of every variant, in an order that changes, at one context, after one round that does not count."""
     samples: dict[Variant, list[float]] = {one: [] for one in wanted}
+    chance = random.Random(context)
     for repeat in range(repeats + 1):
-        for one in wanted:
+        for one in chance.sample(wanted, len(wanted)):  # what a GPU did before tells in its clocks
             mapflow: dict[str, Any] | None = None
             prompt = prompts.get(one.plan, prompts["exact"])
             if one.mode == "exact":
@@ -237,19 +178,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--logs", type=Path, help="an existing folder where the logs of daemon and engines stay")
     arguments = parser.parse_args()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    output = arguments.output or RESULTS / f"ttft-{gpu.replace(' ', '-').lower()}.json"
     report: dict[str, Any] = {
-        "gpu": gpu,
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": arguments.commit or git_commit(),
-        "versions": versions(),
+        **header(arguments),
         "sender": arguments.sender,
         "receiver": arguments.receiver,
-        "eager": arguments.eager,
         "decode_ms_per_token": {},
         "cases": [],
     }
+    output = arguments.output or RESULTS / f"ttft-{report['gpu'].replace(' ', '-').lower()}.json"
     with tempfile.TemporaryDirectory(prefix="mapflow-") as name, ExitStack() as stack:
         folder = Path(name)
         sender = make_model(folder / "sender", arguments.sender)
@@ -257,15 +193,11 @@ def main() -> None:
         plans = _plans(sender, receiver, arguments)
         for plan in plans.values():
             plan.save(folder / f"{plan.name}.safetensors")
-        endpoint = f"unix://{folder / 'mapflow.sock'}"
-        services = Services(logs=arguments.logs or folder)
-        stack.callback(services.stop)
-        daemon = services.start("daemon", daemon_command(endpoint, arguments.arena), endpoint=endpoint)
-        while wait_ready([daemon], time.monotonic() + 120.0):
-            time.sleep(0.1)
+        endpoint = stack.enter_context(daemon(folder, arguments))
         running = stack.enter_context(engines(folder, receiver, plans, endpoint, arguments))
-        client, producer = _publisher(endpoint, next(iter(plans.values())))
-        stack.callback(client.close)
+        some = next(iter(plans.values()))
+        producer = Producer.of(some.sender.model_id, "bfloat16")
+        client = stack.enter_context(connected(endpoint, some.namespace(), producer))
         wanted = [one for one in variants(SHAPES[arguments.receiver].layers, arguments) if one.engine in running]
         print(f"{'mode':10} {'context':>7} {'r':>3} {'density':>7} {'ms':>9} {'change':>8}")
         for context in arguments.contexts:
@@ -293,22 +225,6 @@ def _plans(sender: Path, receiver: Path, arguments: argparse.Namespace) -> dict[
             size: dict[str, Any] = {"first_layer": r, "block": block, "chunk_tokens": CHUNK_TOKENS}
             found[name] = make_plan(sender, receiver, name=name, mode=mode, **size)
     return found
-
-
-def _publisher(endpoint: str, plan: Plan) -> tuple[Client, Producer]:
-    producer = Producer.of(plan.sender.model_id, "bfloat16")
-    config = ClientConfig(
-        endpoint=endpoint,
-        client_name="benchmark",
-        namespace=plan.namespace(),
-        producer=producer,
-        transfer_deadline_s=60.0,
-    )
-    client = Client(config)
-    client.start()
-    if not client.wait_connected(30.0):
-        raise RuntimeError(f"no session with the daemon at {endpoint} within 30 s")
-    return client, producer
 
 
 def _publish_all(

@@ -89,7 +89,15 @@ def make_model(folder: Path, name: str) -> Path:
 
 
 def make_plan(
-    sender: Path, receiver: Path, *, name: str, mode: Mode, first_layer: int, block: int, chunk_tokens: int
+    sender: Path,
+    receiver: Path,
+    *,
+    name: str,
+    mode: Mode,
+    first_layer: int,
+    block: int,
+    chunk_tokens: int,
+    top_p: float = KEPT,
 ) -> Plan:
     """`mode` from `first_layer` on, each receiver head reading one sender head, layers spread evenly."""
     specs = [_spec(path) for path in (sender, receiver)]
@@ -112,7 +120,7 @@ def make_plan(
             LayerPlan(
                 mode=mode if number in of_layer else Mode.COMPUTE,
                 sender_layer=of_layer.get(number) if needs_map else None,
-                top_p=KEPT,
+                top_p=top_p,
             )
             for number in range(layers)
         ),

@@ -1,0 +1,129 @@
+"""What the benchmarks that run vLLM share: engines as processes that answer in turn, a daemon, and its client."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kernels import git_commit, versions
+from mapflow.cli.demo.processes import Services, daemon_command, wait_ready
+from mapflow.connector.client import Client
+from mapflow.connector.client_config import ClientConfig
+from mapflow.connector.messages import Producer
+from mapflow.connector.namespace import Namespace
+
+CHUNK_TOKENS = 512
+
+
+class Engine:
+    """A process of `ttft_engine.py`."""
+
+    def __init__(self, settings: dict[str, Any], log: Path) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONSAFEPATH": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+        command = [sys.executable, str(Path(__file__).with_name("ttft_engine.py")), json.dumps(settings)]
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, env=environment, text=True
+            )
+        self._log = log
+
+    def wait(self) -> None:
+        """Until it serves."""
+        self._answer()
+
+    def ask(self, prompt: Sequence[int], mapflow: dict[str, Any] | None, max_tokens: int = 1) -> dict[str, Any]:
+        """One request: {"ms", "report"}."""
+        assert self._process.stdin is not None
+        request = {"prompt": list(prompt), "mapflow": mapflow, "max_tokens": max_tokens}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"an engine ended: {self._log.read_text(errors='replace')[-3000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`: prompts in one step, so that TTFT is one prefill."""
+    longest = max(arguments.contexts) + 64
+    options: dict[str, Any] = {
+        "max_model_len": longest,
+        "max_num_batched_tokens": longest,
+        "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+        "enforce_eager": arguments.eager,
+    }
+    if torch.cuda.is_available():
+        return options | {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 12 << 30, "dtype": "bfloat16"}
+    return options | {"dtype": "float32", "block_size": 32}
+
+
+@contextmanager
+def daemon(folder: Path, arguments: argparse.Namespace, *options: str) -> Iterator[str]:
+    """One daemon; its endpoint."""
+    endpoint = f"unix://{folder / 'mapflow.sock'}"
+    services = Services(logs=arguments.logs or folder)
+    try:
+        command = [*daemon_command(endpoint, arguments.arena), *options]
+        one = services.start("daemon", command, endpoint=endpoint)
+        while wait_ready([one], time.monotonic() + 120.0):
+            time.sleep(0.1)
+        yield endpoint
+    finally:
+        services.stop()
+
+
+@contextmanager
+def connected(endpoint: str, namespace: Namespace, producer: Producer | None) -> Iterator[Client]:
+    """A client with a session."""
+    config = ClientConfig(
+        endpoint=endpoint,
+        client_name="benchmark",
+        namespace=namespace,
+        producer=producer,
+        transfer_deadline_s=60.0,
+    )
+    client = Client(config)
+    client.start()
+    try:
+        if not client.wait_connected(30.0):
+            raise RuntimeError(f"no session with the daemon at {endpoint} within 30 s")
+        yield client
+    finally:
+        client.close()
+
+
+def header(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What every results file begins with."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": arguments.commit or git_commit(),
+        "versions": versions(),
+        "eager": arguments.eager,
+    }

@@ -1,0 +1,155 @@
+"""What publishing costs a sender: `python benchmarks/publishing.py`, one command, real vLLM engines and a real daemon.
+
+A sender and plain vLLM answer in turn, in an order that changes, prompts that nobody has read. The sender publishes for
+nobody, for a receiver that is guided, or for one that translates; a receiver here is its registered interest. Prints a
+table and writes `benchmarks/results/publishing-<gpu>.json` with every sample. Weights are random and attention almost
+even, so the share of blocks that tiles are kept of is close to the top-p that the interest names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
+
+from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header
+from ttft_setup import SHAPES, make_model, make_plan, make_prompt
+
+from kernels import write_report
+from mapflow.cli.status import fetch_stats
+from mapflow.connector.client import Client
+from mapflow.connector.plan import Mode, Plan
+from mapflow.connector.wants import interest_of
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@contextmanager
+def engines(
+    folder: Path, model: Path, endpoint: str, block: int, arguments: argparse.Namespace
+) -> Iterator[dict[str, Engine]]:
+    """Both, started together."""
+    extra = {"endpoint": endpoint, "block": block, "chunk_tokens": CHUNK_TOKENS, "publish_queue": 4096}
+    transfer = {"kv_connector": "mapflow", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    common = {"model": str(model), "engine": engine_options(arguments), "online_density": None}
+    running = {
+        name: Engine({**common, "transfer": one}, (arguments.logs or folder) / f"{name}.log")
+        for name, one in (("plain", None), ("sender", transfer))
+    }
+    try:
+        for one in running.values():
+            one.wait()
+        yield running
+    finally:
+        for one in running.values():
+            one.stop()
+
+
+def drained(endpoint: str, still_s: float = 0.5) -> tuple[int, int]:
+    """Wait until nothing more is published; entries and bytes that there are."""
+    before, since = (-1, -1), time.monotonic()
+    while time.monotonic() - since < still_s:
+        stats = fetch_stats(endpoint)
+        now = (stats.num_entries, stats.arenas[0].used_bytes)
+        if now != before:
+            before, since = now, time.monotonic()
+        time.sleep(0.05)
+    return before
+
+
+def measure(
+    running: dict[str, Engine],
+    client: Client,
+    plans: dict[str, Plan | None],
+    context: int,
+    seeds: random.Random,
+    arguments: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Each mode in turn, against plain vLLM within the same repeats, after one round that does not count."""
+    cases = []
+    for mode, plan in plans.items():
+        client.set_interests([interest_of(plan, plan.namespace())] if plan is not None else [])
+        time.sleep(0.5)  # until the sender knows
+        samples: dict[str, list[float]] = {name: [] for name in running}
+        entries, num_bytes = drained(client.config.endpoint)
+        published = [0, 0]
+        for repeat in range(arguments.repeats + 1):
+            for name in seeds.sample(sorted(running), len(running)):
+                ms = running[name].ask(make_prompt(context, seeds.randrange(1 << 30)), None)["ms"]
+                if repeat:
+                    samples[name].append(ms)
+            now = drained(client.config.endpoint)
+            if repeat:
+                published = [published[0] + now[0] - entries, published[1] + now[1] - num_bytes]
+            entries, num_bytes = now
+        wanted = len(plan.map_layers) * (context // CHUNK_TOKENS) if plan is not None else 0
+        ms, full = (statistics.median(samples[name]) for name in ("sender", "plain"))
+        cases.append(
+            {
+                "context": context,
+                "mode": mode,
+                "prefill_ms": round(ms, 2),
+                "full_ms": round(full, 2),
+                "change_percent": round(100 * (ms / full - 1), 2),
+                "published_share": round(published[0] / arguments.repeats / wanted, 3) if wanted else 0.0,
+                "published_mb": round(published[1] / arguments.repeats / 1e6, 1),
+                "samples": [round(one, 2) for one in samples["sender"]],
+                "full_samples": [round(one, 2) for one in samples["plain"]],
+            }
+        )
+        print(
+            f"{mode:8} {context:7} {ms:9.2f} {cases[-1]['change_percent']:+7.1f}% "
+            f"{100 * cases[-1]['published_share']:6.1f}% {cases[-1]['published_mb']:9.1f} MB",
+            flush=True,
+        )
+    return cases
+
+
+def main() -> None:
+    """Parse, set up, measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sender", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 16384])
+    parser.add_argument("--top-p", type=float, default=0.05, help="of the tiles that are kept")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--arena", default="48GiB", help="of the daemon; tiles of 16k tokens take 8 GB a prompt")
+    parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
+    parser.add_argument("--commit", default=None, help="the commit that is measured, where git cannot be asked")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--logs", type=Path, help="an existing folder where the logs of daemon and engines stay")
+    arguments = parser.parse_args()
+    report = {**header(arguments), "sender": arguments.sender, "top_p": arguments.top_p, "cases": []}
+    output = arguments.output or RESULTS / f"publishing-{report['gpu'].replace(' ', '-').lower()}.json"
+    block = 128 if torch.cuda.is_available() else 64
+    with tempfile.TemporaryDirectory(prefix="mapflow-") as name, ExitStack() as stack:
+        folder = Path(name)
+        model = make_model(folder / "sender", arguments.sender)
+        plans: dict[str, Plan | None] = {"nobody": None}
+        for mode in (Mode.GUIDE, Mode.TRANSLATE):
+            size: dict[str, Any] = {"first_layer": 3, "block": block, "chunk_tokens": CHUNK_TOKENS}
+            plans[mode.value] = make_plan(model, model, name=mode.value, mode=mode, top_p=arguments.top_p, **size)
+        endpoint = stack.enter_context(daemon(folder, arguments))
+        running = stack.enter_context(engines(folder, model, endpoint, block, arguments))
+        some = next(plan for plan in plans.values() if plan is not None)
+        client = stack.enter_context(connected(endpoint, some.namespace(), None))
+        print(f"{'for':8} {'context':>7} {'ms':>9} {'change':>8} {'published of what is wanted':>20}")
+        seeds = random.Random(1)
+        for context in arguments.contexts:
+            report["cases"] += measure(running, client, plans, context, seeds, arguments)
+            write_report(report, output)
+        print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()
