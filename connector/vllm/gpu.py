@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -17,11 +18,11 @@ from mapflow.connector.vllm.kernel_capture import Defer, KernelCapture
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
 from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.pinned import PinnedArenas
-from mapflow.connector.vllm.reuse import EntryReuse
+from mapflow.connector.vllm.reuse import EntryReuse, reads_from
 from mapflow.connector.vllm.reuse_gain import ReuseGain
 from mapflow.connector.vllm.staged_maps import ReadRuns
 from mapflow.connector.vllm.staging import StagingBuffer
-from mapflow.connector.vllm.transfer_model import TransferModel
+from mapflow.connector.vllm.transfer_model import Transfer, TransferModel
 from mapflow.kernels.pack import HEAD_DIMS, KERNEL_DTYPES
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, TILE_DTYPES
@@ -114,9 +115,13 @@ class GpuReuse:
             staging=self._staging,
             plans=self._tensors,
             read=read,
-            model=self._model,
+            late=partial(self._late, size),
             timer=self._timer,
         )
+
+    def _late(self, size: StepSize, plan: Plan, wanted: Sequence[Transfer]) -> set[int]:
+        saved = self._gain.saved_s(size.num_rows, size.context, size.plans) if size.plans else None
+        return self._model.late(wanted, size.num_rows, size.context, begin=reads_from(plan), saved_s=saved)
 
     def plain_begins(self, layer: int, num_rows: int, context: int) -> None:
         """A layer of a step without orders begins; what it takes is what reuse is compared with."""

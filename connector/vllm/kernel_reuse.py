@@ -6,7 +6,7 @@ report; what differs from step to step and not from layer to layer (row tables, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,10 +14,10 @@ from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.vllm.kept_blocks import KeptBlocks
 from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.messages import ReuseOrder
-from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, reads_from, segment
+from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, segment
 from mapflow.connector.vllm.staged_maps import ReadRuns, StagedMaps
 from mapflow.connector.vllm.staging import StagingBuffer
-from mapflow.connector.vllm.transfer_model import TransferModel
+from mapflow.connector.vllm.transfer_model import Transfer
 from mapflow.kernels.block_rows import BlockIndex, BlockRows, ChunkSpan
 from mapflow.kernels.guide import guide_attention
 from mapflow.kernels.map_table import MapTable
@@ -26,6 +26,9 @@ from mapflow.kernels.row_segment import RowSegment
 from mapflow.kernels.select import select_blocks, select_static
 from mapflow.kernels.translate import translate_attention
 from mapflow.kernels.upload import upload
+
+Late = Callable[[Plan, Sequence[Transfer]], set[int]]
+"""Sender layers of a plan that are not worth waiting for."""
 
 
 class DevicePlans:
@@ -55,7 +58,7 @@ class KernelReuse(StepReuse):
         staging: StagingBuffer,
         plans: DevicePlans,
         read: ReadRuns,
-        model: TransferModel,
+        late: Late,
         timer: LayerTimer,
     ) -> None:
         """size: of the step; its rows are those of the batch's query and out."""
@@ -69,7 +72,7 @@ class KernelReuse(StepReuse):
         for plan in {id(one.plan): one.plan for one in entries}.values():
             of_plan = [one for one in entries if one.plan is plan]
             maps = StagedMaps(plan, of_plan, staging, read, lambda some: self._rows_of(some)[1])
-            maps.give_up(model.late(maps.transfers(), size.num_rows, size.context, reads_from(plan)))
+            maps.give_up(late(plan, maps.transfers()))
             self._groups.append((plan, of_plan, maps))
 
     def prepare(self, layer: int) -> None:

@@ -1,7 +1,7 @@
 """Whether maps can be there in time: what copies and layers took lately, and what that means for a step to come.
 
-Pure arithmetic on observed seconds. Maps are copied one layer after the other while the receiver computes; a layer
-whose maps would come later than the layer itself is better computed, so it is given up before the step begins, and
+Pure arithmetic on observed seconds. Maps are copied one layer after the other while the receiver computes. A layer that
+would have to wait for its maps longer than they save is better computed, so it is given up before the step begins, and
 those behind it come earlier. Without observations everything is expected in time: the first steps are observations.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 _WEIGHT = 0.25  # of a new observation in the running mean
 _SLACK = 1.1  # a copy may take this much longer than was observed
 _FORGIVENESS = 1.1
+_SAVED = 0.1  # of a layer's time, at the least where reuse is worth anything
 _MEASURABLE_BYTES = 4 << 20  # a smaller copy takes as long as its launches do, which says nothing about the link
 
 
@@ -43,22 +44,32 @@ class TransferModel:
             kind = _kind(num_rows, context)
             self._layer_s[kind] = running_mean(self._layer_s.get(kind), seconds)
 
-    def late(self, wanted: Sequence[Transfer], num_rows: int, context: int, begin: int = 0) -> set[int]:
-        """Sender layers whose maps would come too late for their first reader, in a step of such a size.
+    def late(
+        self, wanted: Sequence[Transfer], num_rows: int, context: int, *, begin: int = 0, saved_s: float | None = None
+    ) -> set[int]:
+        """Sender layers whose maps their first reader would wait for too long, in a step of such a size.
 
-        `wanted`: in the order in which they will be copied, from receiver layer `begin` on. Where all of them are late
-        nothing will be copied and so nothing be learnt, so the link is then trusted a little more the next time.
+        Where all of them are late nothing will be copied and so nothing be learnt, so the link is then trusted a little
+        more the next time.
+
+        Args:
+            wanted: in the order in which they will be copied.
+            num_rows, context: as in `observe_layers`.
+            begin: receiver layer from which on they are copied.
+            saved_s: seconds that reuse saves in a layer; None for what it saves as a rule.
         """
         layer_s = self._layer_s.get(_kind(num_rows, context))
         if layer_s is None or self._bytes_per_s is None:
             return set()
-        found, copied_at = set(), begin * layer_s
+        patience = _SAVED * layer_s if saved_s is None else max(saved_s, 0.0)
+        found, copied_at, waited = set(), begin * layer_s, 0.0
         for one in wanted:
             done = copied_at + _SLACK * one.num_bytes / self._bytes_per_s
-            if done > one.first_use * layer_s:
+            wait = done - one.first_use * layer_s - waited
+            if wait > patience:
                 found.add(one.sender_layer)
             else:
-                copied_at = done
+                copied_at, waited = done, waited + max(wait, 0.0)
         if wanted and len(found) == len(wanted):
             self._bytes_per_s *= _FORGIVENESS
         return found

@@ -44,6 +44,13 @@ def test_those_behind_a_late_one_come_earlier() -> None:
     assert min(late) > 3, "the first has 30 ms"
 
 
+def test_waiting_a_little_is_better_than_computing() -> None:
+    """11 ms a map, layers of 10 ms, of which reuse saves 5: every layer waits about a millisecond."""
+    wanted = [Transfer(layer, layer, 10 * 10**6) for layer in range(3, 36)]
+    assert model().late(wanted, *STEP, begin=2, saved_s=5e-3) == set()
+    assert len(model().late(wanted, *STEP, begin=2, saved_s=0.0)) in range(1, 6)
+
+
 def test_means_follow_what_changes() -> None:
     one = model()
     wanted = [Transfer(3, 3, 25 * 10**6)]

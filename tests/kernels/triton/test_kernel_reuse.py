@@ -130,7 +130,7 @@ class _Step:
             staging=StagingBuffer(staging_bytes, device),
             plans=DevicePlans(device),
             read=self.read,
-            model=model or TransferModel(),
+            late=lambda _, wanted: (model or TransferModel()).late(wanted, rows, size.context, saved_s=0.0),
             timer=LayerTimer(device, 1, len(LAYERS) - 1),
         )
 
