@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import repeat, takewhile
+from itertools import accumulate, repeat, takewhile
 
 from mapflow.cache_service.core.extents import ExtentAllocator, padded
 from mapflow.cache_service.core.values import DeviceArenaStats, Extent, Kind
@@ -144,17 +144,15 @@ class DeviceTier:
         Returns:
             The copies and where each will begin, in the order of `sizes`; None without room.
         """
-        extent = self._make_room(sum(map(padded, sizes.values())), spared, now)
+        *starts, num_bytes = accumulate(map(padded, sizes.values()), initial=0)
+        extent = self._make_room(num_bytes, spared, now)
         if extent is None:
             return None
         copies = self._chunks.setdefault(key, {}).setdefault((kind, producer), Copies(key, (kind, producer)))
         self._hold(copies)
         copies.extents.append(extent)
         copies.unread_since = now
-        offsets, offset = [], extent.offset
-        for num_bytes in sizes.values():
-            offsets.append(offset)
-            offset += padded(num_bytes)
+        offsets = [extent.offset + start for start in starts]
         copies.in_flight.update(zip(sizes, offsets))
         return copies, offsets
 

@@ -3,10 +3,14 @@
 # ruff: noqa: N802 - the driver names the functions
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,9 +21,10 @@ from typing import Any
 import pytest
 
 from mapflow.cache_service.arena import Arena
-from mapflow.cache_service.config import GpuArena
+from mapflow.cache_service.config import Config, Endpoint, GpuArena
 from mapflow.cache_service.device_memory import CudaArenas, CudaError, within_pieces
 from mapflow.cache_service.errors import StartupError
+from mapflow.cache_service.server import serve
 from mapflow.v1 import cache_pb2
 
 PAGE = 2 << 20
@@ -209,6 +214,69 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(
     assert not (driver.contexts or driver.registered)
     if "cuIpcGetMemHandle" not in driver.failing:  # goes with the context, which the stand-in does not know
         assert nothing_left(driver)
+
+
+def serve_until(act: Callable[[], None], socket_folder: Path, device_arenas: int = 1) -> int:
+    """Run a daemon until `act`, called when it serves, has it end; returns the exit status."""
+    config = Config(
+        endpoint=Endpoint(path=str(socket_folder / "s")),
+        arena_bytes=1 << 20,
+        drain_s=0.0,
+        gpu_arenas=tuple(GpuArena(device, 4096) for device in range(device_arenas)),
+    )
+
+    async def run() -> int:
+        served = asyncio.create_task(serve(config))
+        while not served.done() and not (socket_folder / "s").exists():
+            await asyncio.sleep(0.01)
+        if not served.done():
+            act()
+        return await served
+
+    return asyncio.run(run())
+
+
+def stop_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_daemon_that_is_told_to_stop_gives_everything_back(driver: FakeDriver, socket_folder: Path) -> None:
+    assert serve_until(stop_this_process, socket_folder, device_arenas=2) == 0
+    assert nothing_left(driver)
+    last = [name for name in driver.calls if name != "cuCtxSetCurrent"][-7:]
+    undo = ["cuMemHostUnregister", *("cuStreamDestroy", "cuMemFree", "cuDevicePrimaryCtxRelease") * 2]
+    assert last == undo
+
+
+def test_a_signal_during_registration_is_noticed(
+    driver: FakeDriver, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mapflow.cache_service.device_memory._PIECE_BYTES", 1 << 18)
+    register = FakeDriver._cuMemHostRegister
+
+    def register_and_stop(fake: FakeDriver, *arguments: int) -> tuple[()]:
+        stop_this_process()
+        time.sleep(0.1)
+        return register(fake, *arguments)
+
+    monkeypatch.setattr(FakeDriver, "_cuMemHostRegister", register_and_stop)
+    assert serve_until(lambda: pytest.fail("it serves"), socket_folder) == 0
+    assert driver.calls.count("cuMemHostRegister") == 1
+    assert nothing_left(driver)
+
+
+def test_a_daemon_that_cannot_start_undoes_everything(
+    driver: FakeDriver, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StartupError("the address is taken")
+
+    monkeypatch.setattr("mapflow.cache_service.server.sockets.bind", refuse)
+    with pytest.raises(StartupError, match="is taken"):
+        serve_until(lambda: None, socket_folder)
+    assert "cuMemHostRegister" in driver.calls
+    assert nothing_left(driver)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mapflow-copier")]
 
 
 def test_without_cuda_bindings_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
