@@ -6,7 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mapflow.cache_service.config import DEFAULT_ENDPOINT, Config, LogFormat, parse_endpoint, parse_size
+from mapflow.cache_service.config import (
+    DEFAULT_ENDPOINT,
+    Config,
+    LogFormat,
+    parse_endpoint,
+    parse_gpu_arena,
+    parse_size,
+)
 from mapflow.cache_service.server import run
 
 
@@ -16,6 +23,7 @@ def parse(arguments: Sequence[str]) -> Config:
     add = parser.add_argument
     add("--endpoint", default=DEFAULT_ENDPOINT, help="unix:///path or host:port (default: %(default)s)")
     add("--arena", default="1GiB", help="shared memory for attention maps, like 4GiB (default: %(default)s)")
+    add("--gpu-arena", action="append", default=[], metavar="DEVICE:SIZE", help="GPU memory, like 0:8GiB; repeatable")
     add("--metrics-host", default="127.0.0.1", help="address of the Prometheus port (default: %(default)s)")
     add("--metrics-port", type=int, default=0, help="Prometheus port; 0: none (default: %(default)s)")
     add("--session-timeout", type=float, default=10.0, help="silence that ends a session, in s (default: %(default)s)")
@@ -39,6 +47,7 @@ def parse(arguments: Sequence[str]) -> Config:
             max_keys=options.max_keys,
             insecure_tcp=options.insecure_tcp,
             log_format=LogFormat(options.log_format),
+            gpu_arenas=tuple(map(parse_gpu_arena, options.gpu_arena)),
         )
     except ValueError as error:
         print(f"mapflow: {error}", file=sys.stderr)

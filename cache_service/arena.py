@@ -6,6 +6,7 @@ to whom is the core's affair.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -49,6 +50,12 @@ class Arena:
     def segment_name(self) -> str:
         """Name of the shared-memory object, with no leading slash."""
         return self._path.name
+
+    @property
+    def address(self) -> int:
+        """Where the daemon's own mapping begins, until `close`."""
+        assert self._mapping is not None, "address before allocate"
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def allocate(self) -> Iterator[int]:
         """Back the segment with memory, piece by piece; yields the bytes done so far.

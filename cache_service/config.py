@@ -1,7 +1,7 @@
 """What the daemon is told at start: one frozen value, checked once.
 
-Parses sizes and endpoints; opens nothing. What can only be seen from the machine (a socket in use, too little memory)
-is for `server.py` to find.
+Parses sizes, endpoints and GPU arenas; opens nothing. What can only be seen from the machine (a socket in use, too
+little memory) is for `server.py` to find.
 """
 
 from __future__ import annotations
@@ -58,6 +58,14 @@ class Endpoint:
             return False
 
 
+@dataclass(frozen=True, slots=True)
+class GpuArena:
+    """A device arena to be made: on which GPU, by its CUDA number, and how large."""
+
+    device: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Everything that `serve` needs to know.
@@ -74,6 +82,7 @@ class Config:
         max_keys: most keys that one request may carry.
         insecure_tcp: listen on an address that other hosts can reach, without encryption or authentication.
         log_format: how log lines look.
+        gpu_arenas: memory of GPUs for copies of maps, one arena a GPU.
     """
 
     endpoint: Endpoint
@@ -87,6 +96,7 @@ class Config:
     max_keys: int = 4096
     insecure_tcp: bool = False
     log_format: LogFormat = LogFormat.CONSOLE
+    gpu_arenas: tuple[GpuArena, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -110,6 +120,14 @@ class Config:
             raise ValueError(f"drain_s must be 0 or a positive number of seconds, got {self.drain_s}")
         if self.max_keys < 1:
             raise ValueError(f"max_keys must be at least 1, got {self.max_keys}")
+        for number, arena in enumerate(self.gpu_arenas):
+            if arena.num_bytes < ALIGNMENT:
+                raise ValueError(
+                    f"GPU arena on device {arena.device} must have at least {ALIGNMENT} bytes, got {arena.num_bytes}; "
+                    f"try {arena.device}:8GiB"
+                )
+            if arena.device in [other.device for other in self.gpu_arenas[:number]]:
+                raise ValueError(f"GPU arena on device {arena.device} is named twice; name each device once")
 
     @property
     def limits(self) -> Limits:
@@ -121,6 +139,7 @@ class Config:
             reservation_timeout_s=self.reservation_timeout_s,
             max_keys=self.max_keys,
             read_grace_s=READ_GRACE_S,
+            device_arena_bytes=tuple(arena.num_bytes for arena in self.gpu_arenas),
         )
 
 
@@ -139,6 +158,18 @@ def parse_size(text: str) -> int:
         if "." in number
         else int(number) * _UNITS[(unit or "").lower()]
     )
+
+
+def parse_gpu_arena(text: str) -> GpuArena:
+    """A GPU arena such as `0:8GiB`: the GPU's CUDA number and a size.
+
+    Raises:
+        ValueError: the text is no GPU arena.
+    """
+    device, colon, size = text.strip().partition(":")
+    if not colon or not device.isascii() or not device.isdecimal():
+        raise ValueError(f"{text!r} is no GPU arena; write it like 0:8GiB, the device's number and a size")
+    return GpuArena(int(device), parse_size(size))
 
 
 def parse_endpoint(text: str) -> Endpoint:

@@ -6,14 +6,14 @@ Gauges and counters are read from the core at each scrape; only call latencies a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mapflow.cache_service.core.values import Stats
+from mapflow.cache_service.core.values import DeviceArenaStats, Stats
 from mapflow.cache_service.errors import StartupError
 
 _SCRAPE_TIMEOUT_S = 5.0
@@ -37,6 +37,17 @@ _GAUGES = {
     "num_leases": "Leases in force.",
     "num_sessions": "Open sessions.",
     "uptime_s": "Seconds since start.",
+}
+_DEVICE_COUNTERS = {
+    "promoted_entries": "Copies made in a device arena.",
+    "no_room_entries": "Copies not made because there was no room.",
+    "failed_entries": "Copies given up because copying failed.",
+    "dropped_entries": "Copies that made way for others, or went with their chunk.",
+}
+_DEVICE_GAUGES = {
+    "arena_bytes": "Size of a device arena.",
+    "used_bytes": "Bytes in copies that can be read or are being made.",
+    "num_copies": "Copies that can be read.",
 }
 
 
@@ -97,9 +108,20 @@ class _CoreCollector(Collector):
             yield CounterMetricFamily(f"mapflow_{name}", text, value=_value(stats, name))
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"mapflow_{name}", text, value=_value(stats, name))
+        if stats.device_arenas:
+            yield from _device_metrics(stats.device_arenas)
 
     async def _read(self) -> Stats:
         return self._read_stats()
+
+
+def _device_metrics(arenas: Sequence[DeviceArenaStats]) -> Iterator[Metric]:
+    for names, family in ((_DEVICE_COUNTERS, CounterMetricFamily), (_DEVICE_GAUGES, GaugeMetricFamily)):
+        for name, text in names.items():
+            metric = family(f"mapflow_device_{name}", text, labels=["device_arena"])
+            for arena in arenas:
+                metric.add_metric([str(arena.arena_id)], float(getattr(arena, name)))
+            yield metric
 
 
 def _value(stats: Stats, name: str) -> float:

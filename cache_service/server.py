@@ -1,4 +1,4 @@
-"""The daemon put together: arena, core, gRPC server, health, reflection, metrics; started, kept tidy, and stopped.
+"""The daemon put together: arenas, core, gRPC server, health, reflection, metrics; started, kept tidy, and stopped.
 
 Starting either succeeds as a whole or raises `StartupError` with everything undone.
 """
@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
@@ -24,9 +24,11 @@ from mapflow.cache_service.arena import Arena, remove_stale_segments
 from mapflow.cache_service.config import Config, Endpoint
 from mapflow.cache_service.core.cache import Cache
 from mapflow.cache_service.core.ids import TAG_BITS
+from mapflow.cache_service.device_memory import CudaArenas
 from mapflow.cache_service.errors import StartupError
 from mapflow.cache_service.lifecycle import StopSignals
 from mapflow.cache_service.metrics import Metrics
+from mapflow.cache_service.promoter import DeviceMemory, Promoter
 from mapflow.cache_service.servicer import CacheServicer
 from mapflow.cache_service.session import SessionHub
 from mapflow.cache_service.status import StatusInterceptor
@@ -42,7 +44,12 @@ _DRAIN_POLL_S = 0.02
 class CacheServer:
     """One boot of the daemon on an arena that is ready; it serves from `start` to `stop`."""
 
-    def __init__(self, config: Config, arena: Arena) -> None:
+    def __init__(self, config: Config, arena: Arena, memories: Sequence[DeviceMemory] = ()) -> None:
+        """Put the parts together.
+
+        Args:
+            memories: of `config.gpu_arenas`, in order; the caller's to close, after `stop`.
+        """
         self._config = config
         self._clock = time.monotonic
         self._boot_id = secrets.token_bytes(16)
@@ -50,6 +57,7 @@ class CacheServer:
         self._cache = Cache(config.limits, boot_tag, self._clock())
         self._sessions = SessionHub(self._cache, self._boot_id, self._clock)
         self._metrics = Metrics(lambda: self._cache.stats(self._clock()), asyncio.get_running_loop())
+        self._promoter = Promoter(self._cache, memories)
         self._health = health.aio.HealthServicer()
         self._stack = AsyncExitStack()
         self._server = grpc.aio.server(
@@ -59,7 +67,9 @@ class CacheServer:
                 ("grpc.max_receive_message_length", min(self._cache.max_blob_bytes + (1 << 20), (1 << 31) - 1)),
             ],
         )
-        servicer = CacheServicer(config, self._cache, arena, self._sessions, self._boot_id, self._clock)
+        servicer = CacheServicer(
+            config, self._cache, arena, self._sessions, self._boot_id, self._clock, memories, self._promoter.kick
+        )
         cache_pb2_grpc.add_CacheServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
@@ -71,6 +81,8 @@ class CacheServer:
             StartupError: the endpoint or the metrics port is in use.
         """
         try:
+            self._promoter.start()
+            self._stack.push_async_callback(self._promoter.stop)
             if self._config.metrics_port:
                 stop_metrics = self._metrics.serve(self._config.metrics_host, self._config.metrics_port)
                 self._stack.push_async_callback(asyncio.to_thread, stop_metrics)
@@ -128,6 +140,30 @@ async def ready_arena(config: Config, signals: StopSignals) -> AsyncIterator[Are
         yield arena
 
 
+@asynccontextmanager
+async def ready_memories(
+    config: Config, arena: Arena, signals: StopSignals
+) -> AsyncIterator[Sequence[DeviceMemory] | None]:
+    """The memory of all GPU arenas, given back at the end; None if a signal came while it was being prepared.
+
+    Raises:
+        StartupError: a GPU is not there, or has too little memory.
+    """
+    if not config.gpu_arenas:
+        yield ()
+        return
+    cuda = await asyncio.to_thread(CudaArenas, config.gpu_arenas)
+    try:
+        pieces = cuda.register(arena.address, arena.num_bytes)
+        while await asyncio.to_thread(next, pieces, None) is not None:
+            if signals.asked.is_set():
+                yield None
+                return
+        yield cuda.memories
+    finally:
+        await asyncio.to_thread(cuda.close)
+
+
 async def serve(config: Config) -> int:
     """Run the daemon until it is told to stop; returns the process's exit status.
 
@@ -136,17 +172,23 @@ async def serve(config: Config) -> int:
     """
     with StopSignals() as signals:
         sockets.require_free(config.endpoint)
-        async with ready_arena(config, signals) as arena:
+        async with AsyncExitStack() as stack:
+            arena = await stack.enter_async_context(ready_arena(config, signals))
             if arena is None:
                 return 0
-            server = CacheServer(config, arena)
+            memories = await stack.enter_async_context(ready_memories(config, arena, signals))
+            if memories is None:
+                return 0
+            server = CacheServer(config, arena, memories)
             endpoint = await server.start()
+            stack.push_async_callback(server.stop)
             if endpoint.path:
                 signals.before_exit(lambda: Path(endpoint.path).unlink(missing_ok=True))
+            for memory in memories:
+                _log.info("device_arena", device_uuid=memory.device_uuid, num_bytes=memory.num_bytes)
             _log.info("serving", endpoint=str(endpoint), segment_name=arena.segment_name, arena_bytes=arena.num_bytes)
             await signals.asked.wait()
             await server.drain()
-            await server.stop()
     _log.info("stopped")
     return 0
 

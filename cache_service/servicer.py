@@ -6,7 +6,7 @@ No policy, no state and no status codes: refusals are raised and end the call in
 # ruff: noqa: N802 - the protocol names the methods
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,7 +14,9 @@ from mapflow.cache_service import wire
 from mapflow.cache_service.arena import Arena
 from mapflow.cache_service.config import Config
 from mapflow.cache_service.core.cache import Cache
+from mapflow.cache_service.core.device_tier import FIRST_ARENA_ID
 from mapflow.cache_service.core.errors import InvalidRequest
+from mapflow.cache_service.promoter import DeviceMemory
 from mapflow.cache_service.session import SessionHub
 from mapflow.cache_service.transfer import Transfer
 from mapflow.v1 import cache_pb2, cache_pb2_grpc
@@ -32,7 +34,15 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         sessions: SessionHub,
         boot_id: bytes,
         clock: Callable[[], float],
+        memories: Sequence[DeviceMemory],
+        promote: Callable[[], None],
     ) -> None:
+        """Put the calls on a cache.
+
+        Args:
+            memories: of the device arenas, in the order of their numbers.
+            promote: called after whatever may have begun promotions.
+        """
         self._config = config
         self._cache = cache
         self._sessions = sessions
@@ -40,6 +50,10 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         self._boot_id = boot_id
         self._clock = clock
         self._arena = cache_pb2.Arena(id=wire.ARENA_ID, segment_name=arena.segment_name, num_bytes=arena.num_bytes)
+        self._device_arenas = [
+            wire.device_arena_message(arena_id, memory) for arena_id, memory in enumerate(memories, FIRST_ARENA_ID)
+        ]
+        self._promote = promote
 
     async def Handshake(self, request: cache_pb2.HandshakeRequest, context: Any) -> cache_pb2.HandshakeResponse:
         """Say who we are and what we allow."""
@@ -52,6 +66,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
             max_lease_s=self._config.max_lease_s,
             max_keys=self._config.max_keys,
             max_blob_bytes=self._cache.max_blob_bytes,
+            device_arenas=self._device_arenas,
         )
 
     async def Session(self, request_iterator: Any, context: Any) -> AsyncIterator[cache_pb2.SessionResponse]:
@@ -64,7 +79,10 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         """Find runs of chunks and lease them."""
         keys = wire.split_keys(request.keys, request.key_bytes)
         wants = [wire.want(want) for want in request.wants]
-        result = self._cache.lookup(request.session_id, keys, wants, request.lease_s, self._clock())
+        result = self._cache.lookup(
+            request.session_id, keys, wants, request.lease_s, self._clock(), request.device_arena_id
+        )
+        self._promote()
         return cache_pb2.LookupResponse(hits=map(wire.hit_message, result.hits), lease_id=result.lease_id)
 
     async def Reserve(self, request: cache_pb2.ReserveRequest, context: Any) -> cache_pb2.ReserveResponse:
@@ -76,6 +94,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
     async def Commit(self, request: cache_pb2.CommitRequest, context: Any) -> cache_pb2.CommitResponse:
         """Publish blobs."""
         self._cache.commit(request.session_id, request.reservation_ids, self._clock())
+        self._promote()
         return cache_pb2.CommitResponse()
 
     async def Abort(self, request: cache_pb2.AbortRequest, context: Any) -> cache_pb2.AbortResponse:
@@ -104,11 +123,14 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         header, pieces = first.header, _pieces(requests)
         kind, entry = wire.kind(header.kind), wire.new_entry(header.entry)
         state = await self._transfer.store(header.session_id, kind, header.producer, entry, pieces)
+        self._promote()
         return cache_pb2.StoreResponse(state=wire.state_message(state))
 
     async def Stats(self, request: cache_pb2.StatsRequest, context: Any) -> cache_pb2.StatsResponse:
         """Report counters and gauges."""
-        return wire.stats_message(self._cache.stats(self._clock()), self._cache.peers(), self._boot_id, self._arena)
+        return wire.stats_message(
+            self._cache.stats(self._clock()), self._cache.peers(), self._boot_id, self._arena, self._device_arenas
+        )
 
 
 async def _pieces(requests: AsyncIterator[cache_pb2.StoreRequest]) -> AsyncIterator[bytes]:

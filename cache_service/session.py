@@ -102,7 +102,9 @@ class SessionHub:
         if first is None or not first.HasField("open"):
             raise InvalidRequest("the first message of a session must be OpenSession")
         publisher = wire.publisher(first.open)
-        session_id = self._cache.open_session(first.open.client_name, publisher, self._clock())
+        session_id = self._cache.open_session(
+            first.open.client_name, publisher, self._clock(), first.open.device_arena_id
+        )
         producer = None if publisher is None else publisher.producer
         _log.info("session_opened", session_id=session_id, client_name=first.open.client_name, producer=producer)
         return session_id

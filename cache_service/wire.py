@@ -5,12 +5,13 @@ Checks what is about the encoding itself (key lengths, missing parts, unknown en
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from mapflow.cache_service.core import peers, values
 from mapflow.cache_service.core.errors import InvalidRequest
 from mapflow.cache_service.core.limits import KEY_BYTES
+from mapflow.cache_service.promoter import DeviceMemory
 from mapflow.v1 import cache_pb2
 
 ARENA_ID = 1
@@ -110,6 +111,14 @@ def hit_message(hit: values.Hit) -> cache_pb2.Hit:
             offsets=[extent.offset for extent in hit.extents],
             num_bytes=[extent.num_bytes for extent in hit.extents],
         ),
+        device_offsets=hit.device_offsets,
+    )
+
+
+def device_arena_message(arena_id: int, memory: DeviceMemory) -> cache_pb2.DeviceArena:
+    """A device arena, as clients learn of it."""
+    return cache_pb2.DeviceArena(
+        arena_id=arena_id, device_uuid=memory.device_uuid, num_bytes=memory.num_bytes, handle=memory.handle
     )
 
 
@@ -168,9 +177,13 @@ def _interest_message(value: peers.Interest) -> cache_pb2.Interest:
 
 
 def stats_message(
-    stats: values.Stats, peers_now: peers.Peers, boot_id: bytes, arena: cache_pb2.Arena
+    stats: values.Stats,
+    peers_now: peers.Peers,
+    boot_id: bytes,
+    arena: cache_pb2.Arena,
+    device_arenas: Sequence[cache_pb2.DeviceArena],
 ) -> cache_pb2.StatsResponse:
-    """Counters and gauges."""
+    """Counters and gauges; `device_arenas` in the order of their numbers."""
     return cache_pb2.StatsResponse(
         boot_id=boot_id,
         uptime_s=stats.uptime_s,
@@ -186,4 +199,20 @@ def stats_message(
         hit_chunks=stats.hit_chunks,
         evicted_entries=stats.evicted_entries,
         publishers=publisher_messages(peers_now.publishers),
+        device_arenas=[
+            cache_pb2.DeviceArenaStats(
+                arena=cache_pb2.DeviceArena(
+                    arena_id=device_arena.arena_id,
+                    device_uuid=device_arena.device_uuid,
+                    num_bytes=device_arena.num_bytes,
+                ),
+                used_bytes=tier.used_bytes,
+                num_copies=tier.num_copies,
+                promoted_entries=tier.promoted_entries,
+                no_room_entries=tier.no_room_entries,
+                failed_entries=tier.failed_entries,
+                dropped_entries=tier.dropped_entries,
+            )
+            for device_arena, tier in zip(device_arenas, stats.device_arenas, strict=True)
+        ],
     )

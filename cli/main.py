@@ -52,6 +52,10 @@ def root(
 def serve(
     endpoint: Endpoint = _DEFAULT_ENDPOINT,
     arena: Annotated[str, typer.Option(help="Shared memory for attention maps, like 4GiB.")] = "1GiB",
+    gpu_arena: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DEVICE:SIZE", help="GPU memory for copies of maps, like 0:8GiB; once for each GPU."),
+    ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of the Prometheus port.")] = "127.0.0.1",
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 serves no metrics.")] = 0,
     session_timeout: Annotated[float, typer.Option(help="Silence that ends a session, in seconds.")] = 10.0,
@@ -63,7 +67,7 @@ def serve(
     log_format: Annotated[Literal["console", "json"], typer.Option(help="How log lines look.")] = "console",
 ) -> None:
     """Run the cache daemon of this node."""
-    from mapflow.cache_service.config import Config, LogFormat, parse_endpoint, parse_size
+    from mapflow.cache_service.config import Config, LogFormat, parse_endpoint, parse_gpu_arena, parse_size
     from mapflow.cache_service.server import run
 
     try:
@@ -79,6 +83,7 @@ def serve(
             drain_s=drain,
             insecure_tcp=insecure_tcp,
             log_format=LogFormat(log_format),
+            gpu_arenas=tuple(map(parse_gpu_arena, gpu_arena or ())),
         )
     except ValueError as error:
         raise fail(error) from None

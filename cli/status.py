@@ -46,6 +46,9 @@ def print_status(endpoint: str) -> None:
     for arena in stats.arenas:
         used, size = decimal(arena.used_bytes), decimal(arena.arena.num_bytes)
         table.add_row(f"arena {arena.arena.segment_name}", f"{used} of {size}")
+    for device in stats.device_arenas:
+        used, size = decimal(device.used_bytes), decimal(device.arena.num_bytes)
+        table.add_row(f"arena on {device.arena.device_uuid}", f"{used} of {size}, {device.num_copies} copies")
     table.add_row("chunks, entries", f"{stats.num_chunks}, {stats.num_entries}")
     table.add_row(
         "sessions, leases, reservations", f"{stats.num_sessions}, {stats.num_leases}, {stats.num_reservations}"

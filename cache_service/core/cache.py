@@ -1,18 +1,20 @@
 """The cache as its callers see it: one method per call of the protocol, and `expire` for the passing of time.
 
-Composes pool, leases, reservations and sessions, checks requests against the limits, and counts. The only thing that
-servicers call. Not thread-safe; reads no clock; every time is the caller's monotonic `now`, in seconds.
+Composes pool, device tiers, leases, reservations and sessions, checks requests against the limits, and counts. The only
+thing that servicers call. Not thread-safe; reads no clock; every time is the caller's monotonic `now`, in seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mapflow.cache_service.core.errors import CacheError, Draining
+from mapflow.cache_service.core.device_tier import FIRST_ARENA_ID, Copies, DeviceTier
+from mapflow.cache_service.core.errors import CacheError, Draining, InvalidRequest
 from mapflow.cache_service.core.leases import Leases
 from mapflow.cache_service.core.limits import Limits, check_formats
 from mapflow.cache_service.core.peers import Interest, Peers, Publisher, check_text
 from mapflow.cache_service.core.pool import Pool
+from mapflow.cache_service.core.promotions import Promotions
 from mapflow.cache_service.core.reservations import Reservations
 from mapflow.cache_service.core.sessions import Sessions
 from mapflow.cache_service.core.values import (
@@ -22,10 +24,12 @@ from mapflow.cache_service.core.values import (
     Kind,
     LookupResult,
     NewEntry,
+    Promotion,
     Reservation,
     ReservationState,
     Stats,
     Want,
+    model_of,
 )
 
 
@@ -41,7 +45,12 @@ class Cache:
         self._limits = limits
         self._started_at = now
         self._draining = False
-        self._pool = Pool(limits.arena_bytes)
+        self._tiers = {
+            arena_id: DeviceTier(arena_id, num_bytes)
+            for arena_id, num_bytes in enumerate(limits.device_arena_bytes, start=FIRST_ARENA_ID)
+        }
+        self._pool = Pool(limits.arena_bytes, on_evict=self._drop_copies)
+        self._promotions = Promotions(self._pool)
         self._leases = Leases(self._pool, boot_tag, limits.read_grace_s)
         self._reservations = Reservations(self._pool, boot_tag)
         self._sessions = Sessions(boot_tag, limits.session_timeout_s, now)
@@ -68,11 +77,12 @@ class Cache:
         """Make sure that a client speaks a blob format of this release, if it names any."""
         check_formats(format_versions)
 
-    def open_session(self, client_name: str, publisher: Publisher | None, now: float) -> int:
-        """Open a session; returns its id."""
+    def open_session(self, client_name: str, publisher: Publisher | None, now: float, device_arena_id: int = 0) -> int:
+        """Open a session, whose engine reads that device arena (0: none); returns its id."""
         self._refuse_new_work()
         check_text("client_name", client_name)
-        return self._sessions.open(publisher, now)
+        self._tier(device_arena_id)
+        return self._sessions.open(publisher, now, device_arena_id)
 
     def heartbeat(self, session_id: int, now: float) -> None:
         """Take a sign of life; so is every other call that names a session."""
@@ -99,26 +109,44 @@ class Cache:
         return self._sessions.peers()
 
     def lookup(
-        self, session_id: int, keys: Sequence[bytes], wants: Sequence[Want], lease_s: float, now: float
+        self,
+        session_id: int,
+        keys: Sequence[bytes],
+        wants: Sequence[Want],
+        lease_s: float,
+        now: float,
+        device_arena_id: int = 0,
     ) -> LookupResult:
-        """For each want the longest run of each producer from the first key on, leased for `lease_s` unless 0."""
+        """For each want the longest run of each producer from the first key on, leased for `lease_s` unless 0.
+
+        With a lease and a device arena hits name the copies there, and what has none is promoted.
+        """
         self._begin(session_id, now)
         self._refuse_new_work()
         self._limits.check_lookup(keys, wants, lease_s)
+        tier = self._tier(device_arena_id)
         hits: list[Hit] = []
+        copies: list[Copies] = []
         for number, want in enumerate(wants):
             runs = self._pool.runs(keys, want)
             for producer, length in runs:
                 run = keys[:length] if lease_s else ()
-                hits.append(Hit(number, producer, length, self._pool.extents(run, want.kind, producer, want.layers)))
+                extents = self._pool.extents(run, want.kind, producer, want.layers)
+                offsets, found = ([], []) if tier is None else tier.find(run, want.kind, producer, want.layers)
+                copies += found
+                hits.append(Hit(number, producer, length, extents, tuple(offsets) if found else ()))
             self._hit_chunks += max((length for _, length in runs), default=0)
         self._lookups += 1
         self._lookup_chunks += len(keys) * len(wants)
         if not hits or not lease_s:
             return LookupResult(tuple(hits))
         chunks = keys[: max(hit.num_chunks for hit in hits)]
-        extents = (extent for hit in hits for extent in hit.extents)
-        return LookupResult(tuple(hits), self._leases.grant(session_id, chunks, extents, now + lease_s))
+        leased = (extent for hit in hits for extent in hit.extents)
+        held = None if tier is None else tier.hold(copies)
+        result = LookupResult(tuple(hits), self._leases.grant(session_id, chunks, leased, now + lease_s, held))
+        if tier is not None:
+            self._promotions.begin_hits(tier, keys, wants, hits, now)
+        return result
 
     def release(self, session_id: int, lease_ids: Sequence[int], now: float) -> None:
         """End leases; those that have ended already are no error."""
@@ -162,14 +190,32 @@ class Cache:
         return self._reservations.check(session_id, reservation_id)
 
     def commit(self, session_id: int, reservation_ids: Sequence[int], now: float) -> None:
-        """Publish blobs, all or none."""
+        """Publish blobs, all or none; those that sessions with a device arena want are promoted there."""
         self._begin(session_id, now)
-        self._reservations.commit(session_id, reservation_ids)
+        committed = self._reservations.commit(session_id, reservation_ids)
+        wanted = [
+            (entry, arena_ids)
+            for entry in committed
+            if (arena_ids := self._sessions.device_arenas(model_of(entry.producer), entry.layer))
+        ]
+        self._promotions.begin_committed(self._tiers, wanted, now)
 
     def abort(self, session_id: int, reservation_ids: Sequence[int], now: float) -> None:
         """Give room back; reservations that have ended already are no error."""
         self._begin(session_id, now)
         self._reservations.abort(session_id, reservation_ids)
+
+    def take_promotions(self) -> tuple[Promotion, ...]:
+        """Copies to be made since the last call; each must be ended by `promoted` or `promotion_failed`."""
+        return self._promotions.take()
+
+    def promoted(self, promotion_id: int) -> None:
+        """End a promotion: the copies are made, and lookups name them from here on."""
+        self._promotions.finish(promotion_id)
+
+    def promotion_failed(self, promotion_id: int) -> None:
+        """End a promotion that came to nothing; nobody may write into its room after this call."""
+        self._promotions.fail(promotion_id)
 
     def expire(self, now: float) -> tuple[int, ...]:
         """End what is over at `now`; returns the sessions that fell silent. To be called several times a timeout."""
@@ -198,6 +244,7 @@ class Cache:
             hit_chunks=self._hit_chunks,
             evicted_entries=self._pool.evicted_entries,
             expired_sessions=self._expired_sessions,
+            device_arenas=tuple(tier.stats() for tier in self._tiers.values()),
         )
 
     def _begin(self, session_id: int, now: float) -> None:
@@ -208,3 +255,12 @@ class Cache:
     def _refuse_new_work(self) -> None:
         if self._draining:
             raise Draining("the daemon is shutting down and takes no new work")
+
+    def _tier(self, device_arena_id: int) -> DeviceTier | None:
+        if device_arena_id and device_arena_id not in self._tiers:
+            raise InvalidRequest(f"device_arena_id must be 0 or one of {list(self._tiers)}, got {device_arena_id}")
+        return self._tiers.get(device_arena_id)
+
+    def _drop_copies(self, chunk: bytes) -> None:
+        for tier in self._tiers.values():
+            tier.drop(chunk)

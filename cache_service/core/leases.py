@@ -1,7 +1,8 @@
 """Leases: while one is in force, the chunks under it are not evicted and its extents may be read in place.
 
-A lease ends when its session releases it, when its time is up, and when its session ends. In the last case its chunks
-stay for a while: nobody can read under it any more, but a copy that a GPU began before may not be done.
+So may the copies in a device arena that it names. A lease ends when its session releases it, when its time is up, and
+when its session ends. In the last case its chunks and copies stay for a while: nobody can read under it any more, but
+what a GPU began to read before may not be done.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from mapflow.cache_service.core.device_tier import HeldCopies
 from mapflow.cache_service.core.errors import NotFound
 from mapflow.cache_service.core.holdings import Holdings
 from mapflow.cache_service.core.pool import Pool
@@ -21,24 +23,32 @@ class _Lease:
     chunks: tuple[bytes, ...]
     extents: tuple[Extent, ...]
     expires_at: float
+    copies: HeldCopies | None
 
 
 class Leases:
     """All leases in force on the chunks of one pool."""
 
     def __init__(self, pool: Pool, boot_tag: int, grace_s: float = 0.0) -> None:
-        """grace_s: how long the chunks of leases stay whose session ends, at most until they would have expired."""
+        """grace_s: how long what leases hold stays when their session ends, until they would have expired at most."""
         self._pool = pool
         self._leases: Holdings[_Lease] = Holdings(boot_tag)
         self._grace_s = grace_s
-        self._fading: list[tuple[float, int, tuple[bytes, ...]]] = []  # heap of (until, lease, chunks)
+        self._fading: list[tuple[float, int, _Lease]] = []  # heap of (until, id, lease)
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, session_id: int, chunks: Sequence[bytes], extents: Iterable[Extent], expires_at: float) -> int:
-        """Pin a prefix for a session; returns the id of the lease."""
-        lease = _Lease(tuple(chunks), tuple(extents), expires_at)
+    def grant(
+        self,
+        session_id: int,
+        chunks: Sequence[bytes],
+        extents: Iterable[Extent],
+        expires_at: float,
+        copies: HeldCopies | None = None,
+    ) -> int:
+        """Pin a prefix for a session, and let go of `copies` with it; returns the id of the lease."""
+        lease = _Lease(tuple(chunks), tuple(extents), expires_at, copies)
         self._pool.pin(lease.chunks)
         return self._leases.add(session_id, lease, expires_at)
 
@@ -70,21 +80,26 @@ class Leases:
         self._end(held)
 
     def end_session(self, session_id: int, now: float) -> None:
-        """End every lease of a session; its chunks stay for the grace."""
+        """End every lease of a session; chunks and copies stay for the grace."""
         for lease_id in self._leases.of_session(session_id):
             lease = self._leases.remove(lease_id)
-            heapq.heappush(self._fading, (min(lease.expires_at, now + self._grace_s), lease_id, lease.chunks))
+            heapq.heappush(self._fading, (min(lease.expires_at, now + self._grace_s), lease_id, lease))
         self._let_go(now)
 
     def expire(self, now: float) -> None:
-        """End every lease whose time is up, and let go of chunks whose grace is over."""
+        """End every lease whose time is up, and let go of what has had its grace."""
         self._end(self._leases.due(now))
         self._let_go(now)
 
     def _let_go(self, now: float) -> None:
         while self._fading and self._fading[0][0] <= now:
-            self._pool.unpin(heapq.heappop(self._fading)[2])
+            self._unpin(heapq.heappop(self._fading)[2])
 
     def _end(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
-            self._pool.unpin(self._leases.remove(lease_id).chunks)
+            self._unpin(self._leases.remove(lease_id))
+
+    def _unpin(self, lease: _Lease) -> None:
+        self._pool.unpin(lease.chunks)
+        if lease.copies is not None:
+            lease.copies.let_go()

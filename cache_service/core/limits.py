@@ -22,7 +22,8 @@ FORMAT_VERSIONS = (1,)
 class Limits:
     """What the cache may use and grant; bytes and seconds.
 
-    read_grace_s: how long the chunks of a session's leases stay when it ends: its GPU may still be copying them.
+    read_grace_s: how long what a session had leased stays when it ends: its GPU may still be reading it.
+    device_arena_bytes: size of each device arena, numbered from 2.
     """
 
     arena_bytes: int
@@ -31,6 +32,7 @@ class Limits:
     reservation_timeout_s: float
     max_keys: int
     read_grace_s: float = 0.0
+    device_arena_bytes: tuple[int, ...] = ()
 
     @property
     def max_blob_bytes(self) -> int:

@@ -6,7 +6,7 @@ Knows nothing of sessions, leases or time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mapflow.cache_service.core.eviction import EvictionOrder
 from mapflow.cache_service.core.extents import ExtentAllocator
@@ -17,8 +17,10 @@ from mapflow.cache_service.core.values import EntryId, Extent, Kind, Want
 class Pool:
     """Committed and reserved blobs of one arena."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, on_evict: Callable[[bytes], object] = lambda chunk: None) -> None:
+        """on_evict: told of every chunk that goes, after which the pool has no entries of it."""
         self.evicted_entries = 0
+        self._on_evict = on_evict
         self._index = PrefixIndex()
         self._extents = ExtentAllocator(num_bytes)
         self._order = EvictionOrder()
@@ -95,8 +97,12 @@ class Pool:
             self._order.touch(chunk)
             self._order.hold(chunk)
 
+    def hold(self, chunk: bytes) -> None:
+        """Keep a chunk from eviction, whenever it was used."""
+        self._order.hold(chunk)
+
     def unpin(self, chunks: Sequence[bytes]) -> None:
-        """Undo one `pin`."""
+        """Undo one `pin` or `hold` of each."""
         for chunk in chunks:
             self._order.unhold(chunk)
 
@@ -114,6 +120,7 @@ class Pool:
         for extent in extents:
             self._extents.free(extent)
         self.evicted_entries += len(extents)
+        self._on_evict(chunk)
         self._unhold_parent(parent)
 
     def _open(self, key: bytes, parent: bytes | None) -> None:

@@ -60,8 +60,8 @@ class Reservations:
             raise NotFound(f"reservation {reservation_id} is not open in session {session_id}; reserve again")
         return reservation.extent
 
-    def commit(self, session_id: int, reservation_ids: Sequence[int]) -> None:
-        """Publish blobs, all or none.
+    def commit(self, session_id: int, reservation_ids: Sequence[int]) -> list[EntryId]:
+        """Publish blobs, all or none; returns which.
 
         Raises:
             NotFound: one of the reservations is not open in this session; then nothing is published.
@@ -69,9 +69,12 @@ class Reservations:
         numbers = list(dict.fromkeys(reservation_ids))
         for number in numbers:
             self.check(session_id, number)
+        committed = []
         for number in numbers:
             done = self._close(number)
             self._pool.commit(done.entry, done.extent)
+            committed.append(done.entry)
+        return committed
 
     def abort(self, session_id: int, reservation_ids: Sequence[int]) -> None:
         """Give room back; a reservation that has ended already is no error.

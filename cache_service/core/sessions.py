@@ -17,6 +17,7 @@ from mapflow.cache_service.core.peers import Interest, Peers, Publisher
 class _Session:
     publisher: Publisher | None
     last_seen: float
+    device_arena_id: int
     interests: tuple[Interest, ...] = ()
 
 
@@ -29,6 +30,7 @@ class Sessions:
         self._swept_at = now
         self._open: dict[int, _Session] = {}
         self._peers = Peers(0, (), ())
+        self._device_arenas: dict[tuple[str, int], list[int]] = {}  # (model, layer) -> those that want it
 
     def __len__(self) -> int:
         return len(self._open)
@@ -36,10 +38,10 @@ class Sessions:
     def __contains__(self, session_id: int) -> bool:
         return session_id in self._open
 
-    def open(self, publisher: Publisher | None, now: float) -> int:
-        """Open a session; returns its id."""
+    def open(self, publisher: Publisher | None, now: float, device_arena_id: int = 0) -> int:
+        """Open a session, whose engine reads that device arena (0: none); returns its id."""
         number = self._ids.take()
-        self._open[number] = _Session(publisher, now)
+        self._open[number] = _Session(publisher, now, device_arena_id)
         if publisher is not None:
             self._rebuild_peers()
         return number
@@ -101,8 +103,19 @@ class Sessions:
         """Who publishes and what is wanted now."""
         return self._peers
 
+    def device_arenas(self, model: str, layer: int) -> Sequence[int]:
+        """Device arenas read by sessions that want this layer of this model, in whatever namespace."""
+        return self._device_arenas.get((model, layer), ())
+
     def _rebuild_peers(self) -> None:
         sessions = self._open.values()
         publishers = tuple(session.publisher for session in sessions if session.publisher is not None)
         interests = tuple(interest for session in sessions for interest in session.interests)
         self._peers = Peers(self._peers.version + 1, publishers, interests)
+        self._device_arenas = {}
+        for session in sessions:
+            for interest in session.interests if session.device_arena_id else ():
+                for layer in interest.layers:
+                    arenas = self._device_arenas.setdefault((interest.model, layer.layer), [])
+                    if session.device_arena_id not in arenas:
+                        arenas.append(session.device_arena_id)

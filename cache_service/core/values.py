@@ -75,12 +75,24 @@ class Hit:
 
     Attributes:
         extents: chunk by chunk, in each chunk in the order of the want's layers; empty without a lease.
+        device_offsets: for each extent where its copy begins in the caller's device arena, 2**64 - 1 without one; empty
+            if none has one.
     """
 
     want: int
     producer: str
     num_chunks: int
     extents: tuple[Extent, ...] = ()
+    device_offsets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """Copies to be made for one chunk: where each blob lies, and where its copy begins in the device arena."""
+
+    id: int
+    arena_id: int
+    pairs: tuple[tuple[Extent, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,20 @@ class LookupResult:
 
     hits: tuple[Hit, ...]
     lease_id: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceArenaStats:
+    """Gauges and counters of one device arena; the words are those of the protocol's DeviceArenaStats."""
+
+    arena_id: int
+    arena_bytes: int
+    used_bytes: int
+    num_copies: int
+    promoted_entries: int
+    no_room_entries: int
+    failed_entries: int
+    dropped_entries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +135,7 @@ class Stats:
     hit_chunks: int
     evicted_entries: int
     expired_sessions: int
+    device_arenas: tuple[DeviceArenaStats, ...] = ()
 
 
 def model_of(producer: str) -> str:

@@ -1,14 +1,16 @@
 """Real clients, and a server in the test's own process.
 
 `play(scenario)` runs `async def scenario(served)` against a new server; `served.client()` is a client of its own.
+With `gpu_arena_bytes` it has device arenas in host memory, `served.memories`.
 `connected(endpoint)` is a client with blocking calls, for the daemon as a process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ import grpc
 import pytest
 
 from mapflow.cache_service.arena import Arena
-from mapflow.cache_service.config import Config, Endpoint
+from mapflow.cache_service.config import Config, Endpoint, GpuArena
+from mapflow.cache_service.promoter import Pair
 from mapflow.cache_service.server import CacheServer
 from mapflow.v1 import cache_pb2, cache_pb2_grpc
 
@@ -33,9 +36,9 @@ NAMESPACE = cache_pb2.Namespace(
 )
 
 
-def open_message(producer: str = A, name: str = "test") -> cache_pb2.SessionRequest:
+def open_message(producer: str = A, name: str = "test", device_arena_id: int = 0) -> cache_pb2.SessionRequest:
     """The first message of a session; with an empty producer it only reads."""
-    message = cache_pb2.OpenSession(client_name=name, namespace=NAMESPACE)
+    message = cache_pb2.OpenSession(client_name=name, namespace=NAMESPACE, device_arena_id=device_arena_id)
     if producer:
         message.producer.CopyFrom(cache_pb2.Producer(id=producer, model=producer.rsplit("/", 2)[0]))
     return cache_pb2.SessionRequest(open=message)
@@ -49,10 +52,10 @@ class Client:
         self.stream: Any = None
         self.session = 0
 
-    async def open(self, producer: str = A, name: str = "test") -> cache_pb2.SessionOpened:
+    async def open(self, producer: str = A, name: str = "test", device_arena_id: int = 0) -> cache_pb2.SessionOpened:
         """Open a session; with an empty producer it only reads."""
         self.stream = self.stub.Session()
-        await self.stream.write(open_message(producer, name))
+        await self.stream.write(open_message(producer, name, device_arena_id))
         opened = (await self.receive()).opened
         assert isinstance(opened, cache_pb2.SessionOpened)
         self.session = opened.session_id
@@ -75,12 +78,17 @@ class Client:
         )
         return list((await self.stub.Reserve(request)).reservations)
 
-    async def lookup(self, *chunks: int, lease_s: float = 0.0) -> cache_pb2.LookupResponse:
+    async def lookup(self, *chunks: int, lease_s: float = 0.0, device_arena_id: int = 0) -> cache_pb2.LookupResponse:
         """Runs of layer 0 of model m@1."""
         want = cache_pb2.Want(kind=cache_pb2.KIND_MAP, model="m@1", layers=[0])
         keys = b"".join(KEYS[chunk] for chunk in chunks)
         request = cache_pb2.LookupRequest(
-            session_id=self.session, keys=keys, key_bytes=16, wants=[want], lease_s=lease_s
+            session_id=self.session,
+            keys=keys,
+            key_bytes=16,
+            wants=[want],
+            lease_s=lease_s,
+            device_arena_id=device_arena_id,
         )
         response = await self.stub.Lookup(request)
         assert isinstance(response, cache_pb2.LookupResponse)
@@ -111,8 +119,45 @@ class Client:
         return response
 
 
+class FakeMemory:
+    """A device arena in host memory, whose copies are real; `error` makes them fail, `gate` holds them up."""
+
+    def __init__(self, arena: Arena, number: int, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.device_uuid = f"GPU-0000000{number}"
+        self.handle = bytes([number]) * 64
+        self.bytes = bytearray(b"\xee" * num_bytes)
+        self.error: Exception | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_calls = 0
+        self.busy = False
+        self.closed = False
+        self._arena = arena
+
+    def copy_in(self, pairs: Sequence[Pair]) -> None:
+        """Copy, or fail."""
+        assert not self.closed
+        self.busy = True
+        self.num_calls += 1
+        assert self.gate.wait(10)
+        for source, target, num_bytes in pairs:
+            self.bytes[target : target + num_bytes] = self._arena.read(source, num_bytes)
+        assert len(self.bytes) == self.num_bytes
+        self.busy = False
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Nobody copies any more."""
+        assert not self.busy
+        self.closed = True
+
+
 class Served:
-    """A server in this process, its arena, and clients for it."""
+    """A server in this process, its arenas, and clients for it."""
+
+    memories: Sequence[FakeMemory] = ()
 
     def __init__(self, server: CacheServer, arena: Arena, endpoint: Endpoint) -> None:
         self.server = server
@@ -154,24 +199,36 @@ def play(socket_folder: Path, tmp_path: Path) -> Play:
     async def serve(scenario: Scenario, config: Config) -> None:
         with Arena(config.arena_bytes, tmp_path) as arena:
             list(arena.allocate())
-            server = CacheServer(config, arena)
+            memories = [FakeMemory(arena, number, gpu.num_bytes) for number, gpu in enumerate(config.gpu_arenas)]
+            server = CacheServer(config, arena, memories)
             endpoint = await server.start()
+            served = Served(server, arena, endpoint)
+            served.memories = memories
             try:
-                await asyncio.wait_for(scenario(Served(server, arena, endpoint)), 30)
+                await asyncio.wait_for(scenario(served), 30)
             finally:
                 await server.stop()
+                for memory in memories:
+                    memory.close()
 
     def play_it(
         scenario: Scenario,
         arena_bytes: int = 1 << 20,
         endpoint: Endpoint | None = None,
         session_timeout_s: float = 10.0,
+        gpu_arena_bytes: Sequence[int] = (),
     ) -> None:
         endpoint = endpoint or Endpoint(path=str(socket_folder / "s"))
         asyncio.run(
             serve(
                 scenario,
-                Config(endpoint=endpoint, arena_bytes=arena_bytes, session_timeout_s=session_timeout_s, drain_s=0.2),
+                Config(
+                    endpoint=endpoint,
+                    arena_bytes=arena_bytes,
+                    session_timeout_s=session_timeout_s,
+                    drain_s=0.2,
+                    gpu_arenas=tuple(GpuArena(device, size) for device, size in enumerate(gpu_arena_bytes)),
+                ),
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 from pathlib import Path
@@ -115,3 +116,10 @@ def test_memory_that_runs_out_while_it_is_fetched_is_an_error_at_start(
 def test_no_folder_for_shared_memory(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="mount a tmpfs"):
         Arena(4096, tmp_path / "missing")
+
+
+def test_the_mapping_lies_at_its_address(tmp_path: Path) -> None:
+    with Arena(4096, tmp_path) as arena:
+        list(arena.allocate())
+        arena.write(100, b"here")
+        assert ctypes.string_at(arena.address + 100, 4) == b"here"

@@ -2,12 +2,15 @@
 
 The model decides by itself what each call must answer, extents included; so a blob that is evicted under a lease, room
 handed out twice, a run that is too long or too short, or a parent taken before its child, shows as a difference.
+
+Of device arenas it keeps the memory: what each unit holds or is getting, and who reads it. Which copies make way is for
+the cache to say, but whatever a lookup names must be there, and what is held or in flight may not be written over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -16,9 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from mapflow.cache_service.core.cache import Cache
+from mapflow.cache_service.core.device_tier import NO_COPY, UNREAD_S
 from mapflow.cache_service.core.errors import NotFound, PreconditionFailed
 from mapflow.cache_service.core.limits import Limits
-from mapflow.cache_service.core.peers import Namespace, Publisher
+from mapflow.cache_service.core.peers import Interest, LayerInterest, Namespace, Publisher
 from mapflow.cache_service.core.values import (
     Extent,
     Hit,
@@ -31,6 +35,7 @@ from mapflow.cache_service.core.values import (
 
 UNIT = 64
 NUM_UNITS = 6
+DEVICE_UNITS = {2: 3, 3: 2}
 TIMEOUT_S, RESERVATION_S, MAX_LEASE_S = 8.0, 5.0, 6.0
 MODEL = "m@1"
 PRODUCERS = (f"{MODEL}/float32/tp0of2", f"{MODEL}/float32/tp1of2")
@@ -62,6 +67,22 @@ class Lease:
     chunks: tuple[int, ...]
     extents: tuple[Extent, ...]
     expiry: float
+    copies: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes of a device arena that hold, or will hold, a blob: one version of an entry, which lies in `extent`."""
+
+    arena: int
+    offset: int
+    entry: Entry
+    extent: Extent
+    version: int
+
+    def units(self) -> set[tuple[int, int]]:
+        first = self.offset // UNIT
+        return {(self.arena, unit) for unit in range(first, first + -(-self.extent.num_bytes // UNIT))}
 
 
 @dataclass
@@ -70,6 +91,12 @@ class NaiveCache:
 
     now: float = 0.0
     sessions: dict[int, tuple[str, float]] = field(default_factory=dict)  # id -> producer, last sign of life
+    devices: dict[int, int] = field(default_factory=dict)  # session -> device arena
+    interests: dict[int, tuple[int, ...]] = field(default_factory=dict)  # session -> layers
+    versions: dict[Entry, int] = field(default_factory=dict)  # how often each was committed
+    in_flight: dict[int, tuple[Copy, ...]] = field(default_factory=dict)  # promotion -> copies
+    memory: dict[tuple[int, int], Copy] = field(default_factory=dict)  # (arena, unit) -> what was copied there last
+    no_room: dict[int, int] = field(default_factory=lambda: dict.fromkeys(DEVICE_UNITS, 0))
     entries: dict[Entry, Extent] = field(default_factory=dict)
     open: dict[int, Open] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -110,6 +137,7 @@ class NaiveCache:
         here = self.chunks() | {writing}
         busy = {chunk for lease in self.leases.values() for chunk in lease.chunks} | {writing}
         busy |= {reservation.entry[0] for reservation in self.open.values()}
+        busy |= {copy.entry[0] for copies in self.in_flight.values() for copy in copies}
         busy |= {parent for chunk in here if (parent := PARENTS[chunk]) is not None}
         return next((chunk for chunk in self.by_use if chunk not in busy), None)
 
@@ -137,9 +165,18 @@ class NaiveCache:
 
     def end_session(self, session: int) -> None:
         del self.sessions[session]
+        self.interests.pop(session, None)
         self.leases = {number: lease for number, lease in self.leases.items() if lease.session != session}
         self.open = {number: reservation for number, reservation in self.open.items() if reservation.session != session}
         self.forget_empty()
+
+    def copy_of(self, arena: int, entry: Entry, offset: int) -> Copy:
+        return Copy(arena, offset, entry, self.entries[entry], self.versions[entry])
+
+    def wants(self, entry: Entry) -> list[int]:
+        """Device arenas that an entry is copied to when it is committed."""
+        interested = [session for session, layers in self.interests.items() if entry[2] in layers]
+        return sorted({self.devices[session] for session in interested} - {0})
 
     def run(self, path: tuple[int, ...], producer: str, layers: list[int]) -> int:
         length = 0
@@ -158,16 +195,23 @@ class Twins:
             max_lease_s=MAX_LEASE_S,
             reservation_timeout_s=RESERVATION_S,
             max_keys=64,
+            device_arena_bytes=tuple(units * UNIT for units in DEVICE_UNITS.values()),
         )
         self.cache = Cache(limits, boot_tag=1, now=0.0)
         self.model = NaiveCache()
         self.ended: list[int] = []
         self.open_session(PRODUCERS[0])
 
-    def open_session(self, producer: str) -> None:
+    def open_session(self, producer: str, device: int = 0) -> None:
         if len(self.model.sessions) < 3:
-            number = self.cache.open_session("test", Publisher(producer, NAMESPACE), self.model.now)
+            number = self.cache.open_session("test", Publisher(producer, NAMESPACE), self.model.now, device)
             self.model.sessions[number] = (producer, self.model.now)
+            self.model.devices[number] = device
+
+    def set_interests(self, session: int, layers: tuple[int, ...]) -> None:
+        interest = Interest(NAMESPACE, MODEL, tuple(LayerInterest(layer, (), 0.0, 0) for layer in layers))
+        self.cache.set_interests(session, [interest], self.model.now)
+        self.model.interests[session] = layers
 
     def pick(self, choose: Choose) -> int:
         """An open session, after an empty call of it: which expires what is due and is a sign of life."""
@@ -204,36 +248,109 @@ class Twins:
 
     def finish(self, session: int, numbers: list[int], commit: bool) -> None:
         (self.cache.commit if commit else self.cache.abort)(session, numbers, self.model.now)
+        wanted = []
         for number in numbers:
             reservation = self.model.open.pop(number)
             if commit:
-                self.model.entries[reservation.entry] = reservation.extent
-                self.model.use(reservation.entry[0])
+                entry = reservation.entry
+                self.model.entries[entry] = reservation.extent
+                self.model.versions[entry] = self.model.versions.get(entry, 0) + 1
+                self.model.use(entry[0])
+                wanted += [(arena, entry) for arena in self.model.wants(entry)]
             self.ended.append(number)
         self.model.forget_empty()
+        self.take_promotions(wanted)
+
+    def take_promotions(self, wanted: list[tuple[int, Entry]]) -> None:
+        """What a call has begun: each of the wanted copies or none, in room that nobody reads or writes."""
+        entry_at = {extent.offset: entry for entry, extent in self.model.entries.items()}
+        begun = []
+        for promotion in self.cache.take_promotions():
+            copies = tuple(
+                self.model.copy_of(promotion.arena_id, entry_at[extent.offset], offset)
+                for extent, offset in promotion.pairs
+            )
+            assert len({copy.entry[:2] for copy in copies}) == 1
+            for copy, (extent, offset) in zip(copies, promotion.pairs, strict=True):
+                assert copy.extent == extent and offset % UNIT == 0
+                assert copy.units() <= {(copy.arena, unit) for unit in range(DEVICE_UNITS[copy.arena])}
+                for other in self.untouchable():
+                    assert not copy.units() & other.units()
+                self.model.in_flight[-len(begun)] = (copy,)  # untouchable for the next one
+                begun.append((copy.arena, copy.entry))
+            for number in [number for number in self.model.in_flight if number <= 0]:
+                del self.model.in_flight[number]
+            self.model.in_flight[promotion.id] = copies
+        assert len(set(begun)) == len(begun) and set(begun) <= set(wanted)
+        for arena, _ in set(wanted) - set(begun):
+            self.model.no_room[arena] += 1
+
+    def untouchable(self) -> list[Copy]:
+        """Copies that are being made, or that a lease names."""
+        held = [copy for lease in self.model.leases.values() if lease.expiry > self.model.now for copy in lease.copies]
+        return held + [copy for copies in self.model.in_flight.values() for copy in copies]
+
+    def end_promotion(self, choose: Choose, ok: bool) -> None:
+        if self.model.in_flight:
+            number = choose(sorted(self.model.in_flight))
+            copies = self.model.in_flight.pop(number)
+            (self.cache.promoted if ok else self.cache.promotion_failed)(number)
+            for copy in copies:  # a copy that failed has spoilt its room too
+                for unit in copy.units():
+                    self.model.memory.pop(unit, None)
+                    if ok:
+                        self.model.memory[unit] = copy
+
+    def check_copies(self, device: int, hit: Hit, path: tuple[int, ...], layers: list[int]) -> list[Copy]:
+        """What a hit names is there, whole, and of the blob as it is now; returns it."""
+        entries = [(chunk, hit.producer, layer) for chunk in path[: hit.num_chunks] for layer in layers]
+        named = []
+        if hit.device_offsets:
+            for entry, offset in zip(entries, hit.device_offsets, strict=True):
+                if offset != NO_COPY:
+                    copy = self.model.copy_of(device, entry, offset)
+                    assert {self.model.memory.get(unit) for unit in copy.units()} == {copy}
+                    named.append(copy)
+            assert named
+        return named
 
     def commit_what_has_ended(self, session: int) -> None:
         if self.ended:
             with pytest.raises(NotFound):
                 self.cache.commit(session, [*self.reservations_of(session), self.ended[-1]], self.model.now)
 
-    def look_up(self, session: int, path: tuple[int, ...], layers: list[int], lease_s: float) -> None:
+    def look_up(self, session: int, path: tuple[int, ...], layers: list[int], lease_s: float, device: int) -> None:
         keys, want = [KEYS[chunk] for chunk in path], Want(Kind.MAP, MODEL, tuple(layers))
-        result = self.cache.lookup(session, keys, [want], lease_s, self.model.now)
+        result = self.cache.lookup(session, keys, [want], lease_s, self.model.now, device)
         expected = set()
         for producer in PRODUCERS:
             if length := self.model.run(path, producer, layers):
                 run = path[:length] if lease_s else ()
                 extents = tuple(self.model.entries[chunk, producer, layer] for chunk in run for layer in layers)
                 expected.add(Hit(0, producer, length, extents))
-        assert len(result.hits) == len(expected) and set(result.hits) == expected
+        hits = {replace(hit, device_offsets=()) for hit in result.hits}
+        assert len(result.hits) == len(expected) and hits == expected
         assert bool(result.lease_id) == bool(expected and lease_s)
+        if not (result.lease_id and device):
+            assert not any(hit.device_offsets for hit in result.hits)
+        wanted: list[tuple[int, Entry]] = []
         if result.lease_id:
             chunks = path[: max(hit.num_chunks for hit in result.hits)]
             for chunk in chunks:
                 self.model.use(chunk)
             extents = tuple(extent for hit in result.hits for extent in hit.extents)
-            self.model.leases[result.lease_id] = Lease(session, chunks, extents, self.model.now + lease_s)
+            named = [copy for hit in result.hits for copy in self.check_copies(device, hit, path, layers)]
+            lease = Lease(session, chunks, extents, self.model.now + lease_s, tuple(named))
+            self.model.leases[result.lease_id] = lease
+            if device:
+                there = {copy.entry for copy in named}
+                there |= {
+                    copy.entry for copies in self.model.in_flight.values() for copy in copies if copy.arena == device
+                }
+                runs = [(chunk, hit.producer) for hit in result.hits for chunk in path[: hit.num_chunks]]
+                entries = [(chunk, producer, layer) for chunk, producer in runs for layer in layers]
+                wanted = [(device, entry) for entry in entries if entry not in there]
+        self.take_promotions(wanted)
 
     def release(self, session: int, choose: Choose) -> None:
         own = sorted(number for number, lease in self.model.leases.items() if lease.session == session)
@@ -252,6 +369,9 @@ class Twins:
 
     def let_time_pass(self, passed: float) -> None:
         self.model.now += passed
+        if passed > TIMEOUT_S / 2:  # the daemon must have been held up
+            sessions_then = self.model.sessions.items()
+            self.model.sessions = {number: (producer, seen + passed) for number, (producer, seen) in sessions_then}
         sessions = self.model.sessions.items()
         silent = {number for number, (_, seen) in sessions if self.model.now - seen > TIMEOUT_S}
         assert set(self.cache.expire(self.model.now)) == silent
@@ -275,12 +395,20 @@ class Twins:
         assert stats.used_bytes == sum(-(-extent.num_bytes // UNIT) * UNIT for extent in self.model.extents())
         assert stats.largest_free_bytes == max(self.model.gaps(), default=(0, 0))[0] * UNIT
         assert stats.evicted_entries == self.model.evicted
+        for arena in stats.device_arenas:
+            assert arena.no_room_entries == self.model.no_room[arena.arena_id]
+            there = {copy for copy in self.model.memory.values() if copy.arena == arena.arena_id}
+            assert arena.num_copies <= len(there)
+            units = {unit for copy in self.untouchable() if copy.arena == arena.arena_id for unit in copy.units()}
+            assert len(units) * UNIT <= arena.used_bytes <= arena.arena_bytes
         assert self.cache.is_idle == (not self.model.leases and not self.model.open)
 
     def finish_everything(self) -> None:
         """With every session gone all that is left can make way, to the last byte, and no key is blocked."""
         for session in list(self.model.sessions):
             self.cache.end_session(session, self.model.now)
+        for number in self.model.in_flight:
+            self.cache.promoted(number)
         session = self.cache.open_session("last", Publisher(PRODUCERS[0], NAMESPACE), self.model.now)
         blobs = [NewEntry(b"w" * 16, None, 0, NUM_UNITS * UNIT)]
         blobs += [NewEntry(key, parent_key(chunk), 0, 1) for chunk, key in enumerate(KEYS)]
@@ -288,13 +416,18 @@ class Twins:
             (answer,) = self.cache.reserve(session, Kind.MAP, PRODUCERS[0], [blob], self.model.now)
             assert answer.extent == Extent(0, blob.num_bytes)
             self.cache.abort(session, [answer.id], self.model.now)
-            assert self.cache.stats(self.model.now).used_bytes == 0
+            stats = self.cache.stats(self.model.now)
+            assert stats.used_bytes == 0
+            assert [(arena.used_bytes, arena.num_copies) for arena in stats.device_arenas] == [(0, 0)] * len(
+                DEVICE_UNITS
+            )
 
 
 class CacheMachine(RuleBasedStateMachine):
     """Up to three engines that publish and read along a small tree of chunks."""
 
     paths = st.sampled_from(PATHS)
+    devices = st.sampled_from((0, *DEVICE_UNITS))
     layers = st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True)
 
     @initialize(paths=st.lists(paths, min_size=1, max_size=4))
@@ -310,9 +443,17 @@ class CacheMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> int:
         return self.twins.pick(self.chooser(data))
 
-    @rule(producer=st.sampled_from(PRODUCERS))
-    def open_session(self, producer: str) -> None:
-        self.twins.open_session(producer)
+    @rule(producer=st.sampled_from(PRODUCERS), device=devices)
+    def open_session(self, producer: str, device: int) -> None:
+        self.twins.open_session(producer, device)
+
+    @rule(data=st.data(), layers=st.sampled_from([(), (0,), (1,), (0, 1)]))
+    def set_interests(self, data: st.DataObject, layers: tuple[int, ...]) -> None:
+        self.twins.set_interests(self.pick(data), layers)
+
+    @rule(data=st.data(), ok=st.booleans())
+    def end_promotion(self, data: st.DataObject, ok: bool) -> None:
+        self.twins.end_promotion(self.chooser(data), ok)
 
     @rule(data=st.data(), path=paths, layers=layers, num_bytes=st.integers(1, 2 * UNIT), commit=st.booleans())
     def reserve(
@@ -330,9 +471,11 @@ class CacheMachine(RuleBasedStateMachine):
     def commit_what_has_ended(self, data: st.DataObject) -> None:
         self.twins.commit_what_has_ended(self.pick(data))
 
-    @rule(data=st.data(), path=paths, layers=layers, lease_s=st.sampled_from([0.0, 1.0, MAX_LEASE_S]))
-    def look_up(self, data: st.DataObject, path: tuple[int, ...], layers: list[int], lease_s: float) -> None:
-        self.twins.look_up(self.pick(data), path, layers, lease_s)
+    @rule(data=st.data(), path=paths, layers=layers, lease_s=st.sampled_from([0.0, 1.0, MAX_LEASE_S]), device=devices)
+    def look_up(
+        self, data: st.DataObject, path: tuple[int, ...], layers: list[int], lease_s: float, device: int
+    ) -> None:
+        self.twins.look_up(self.pick(data), path, layers, lease_s, device)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
@@ -342,7 +485,7 @@ class CacheMachine(RuleBasedStateMachine):
     def end_session(self, data: st.DataObject) -> None:
         self.twins.end_session(self.pick(data))
 
-    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 2.0, TIMEOUT_S / 2]))
+    @rule(passed=st.sampled_from([0.0, 0.5, 1.0, 2.0, TIMEOUT_S / 2, 2 * UNREAD_S]))
     def let_time_pass(self, passed: float) -> None:
         self.twins.let_time_pass(passed)
 
@@ -367,7 +510,7 @@ def test_a_long_and_busy_life(seed: int) -> None:
     for _ in range(5000):
         session, path = twins.pick(chance.choice), chance.choice(PATHS)
         layers = chance.choice(([0], [0], [1], [0, 1], [1, 0]))
-        match chance.choices(range(7), weights=(10, 3, 1, 6, 5, 1, 4))[0]:
+        match chance.choices(range(9), weights=(10, 3, 1, 6, 5, 1, 4, 6, 1))[0]:
             case 0:
                 twins.reserve(session, path, layers, chance.randint(1, 2 * UNIT), chance.random() < 0.7)
             case 1 if own := twins.reservations_of(session):
@@ -375,14 +518,22 @@ def test_a_long_and_busy_life(seed: int) -> None:
             case 2:
                 twins.commit_what_has_ended(session)
             case 3:
-                twins.look_up(session, path, layers, chance.choice((0.0, 1.0, MAX_LEASE_S)))
+                twins.look_up(
+                    session, path, layers, chance.choice((0.0, 1.0, MAX_LEASE_S)), chance.choice((0, 2, 2, 3))
+                )
             case 4:
                 twins.release(session, chance.choice)
             case 5:
                 twins.end_session(session)
-                twins.open_session(chance.choice(PRODUCERS))
+                twins.open_session(chance.choice(PRODUCERS), chance.choice((0, 2, 3)))
             case 6:
-                twins.let_time_pass(chance.choice((0.0, 0.5, 1.0, TIMEOUT_S / 2)))
+                twins.let_time_pass(chance.choice((0.0, 0.5, 1.0, TIMEOUT_S / 2, 2 * UNREAD_S)))
+            case 7:
+                twins.end_promotion(chance.choice, chance.random() < 0.9)
+            case 8:
+                twins.set_interests(session, chance.choice(((), (0,), (0, 1))))
         twins.check()
     assert twins.model.evicted > 200
+    tiers = twins.cache.stats(twins.model.now).device_arenas
+    assert all(min(tier.promoted_entries, tier.dropped_entries, tier.no_room_entries) > 20 for tier in tiers)
     twins.finish_everything()

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from mapflow.cache_service.__main__ import parse
-from mapflow.cache_service.config import Config, Endpoint, LogFormat, parse_endpoint, parse_size
+from mapflow.cache_service.config import (
+    Config,
+    Endpoint,
+    GpuArena,
+    LogFormat,
+    parse_endpoint,
+    parse_gpu_arena,
+    parse_size,
+)
+from mapflow.cli.main import app
 
 SOCKET = Endpoint(path="/run/mapflow/mapflow.sock")
 
@@ -56,6 +66,22 @@ def test_what_is_no_endpoint(text: str) -> None:
         parse_endpoint(text)
 
 
+def test_gpu_arenas() -> None:
+    assert parse_gpu_arena("0:8GiB") == GpuArena(0, 8 << 30)
+    assert parse_gpu_arena(" 12:512 MB ") == GpuArena(12, 512_000_000)
+
+
+@pytest.mark.parametrize("text", ["", "8GiB", ":8GiB", "a:8GiB", "-1:8GiB", "GPU-1:8GiB"])
+def test_what_is_no_gpu_arena(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like 0:8GiB"):
+        parse_gpu_arena(text)
+
+
+def test_a_gpu_arena_of_no_size() -> None:
+    with pytest.raises(ValueError, match="write it like 4GiB"):
+        parse_gpu_arena("0:much")
+
+
 def test_a_socket_path_has_a_longest_length() -> None:
     longest = "/" + "x" * 106
     assert parse_endpoint(f"unix://{longest}") == Endpoint(path=longest)
@@ -96,6 +122,14 @@ def test_addresses_that_others_can_reach_need_consent(host: str, private: bool) 
         (lambda: Config(endpoint=SOCKET, arena_bytes=64, reservation_timeout_s=float("inf")), "reservation_timeout_s"),
         (lambda: Config(endpoint=SOCKET, arena_bytes=64, drain_s=-1), "drain_s"),
         (lambda: Config(endpoint=SOCKET, arena_bytes=64, max_keys=0), "max_keys"),
+        (
+            lambda: Config(endpoint=SOCKET, arena_bytes=64, gpu_arenas=(GpuArena(3, 63),)),
+            "GPU arena on device 3 must have at least 64 bytes, got 63; try 3:8GiB",
+        ),
+        (
+            lambda: Config(endpoint=SOCKET, arena_bytes=64, gpu_arenas=(GpuArena(1, 64), GpuArena(1, 128))),
+            "GPU arena on device 1 is named twice; name each device once",
+        ),
     ],
 )
 def test_values_that_make_no_sense(config: object, message: str) -> None:
@@ -110,13 +144,42 @@ def test_the_command_line() -> None:
     assert config.endpoint == Endpoint(host="0.0.0.0", port=7070)
     assert (config.arena_bytes, config.metrics_port, config.drain_s) == (2 << 30, 9, 0.0)
     assert config.log_format is LogFormat.JSON
+    assert config.gpu_arenas == config.limits.device_arena_bytes == ()
+    config = parse(["--gpu-arena", "0:8GiB", "--gpu-arena", "2:64MiB"])
+    assert config.gpu_arenas == (GpuArena(0, 8 << 30), GpuArena(2, 64 << 20))
+    assert config.limits.device_arena_bytes == (8 << 30, 64 << 20)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--arena", "much"], ["--endpoint", "nowhere"], ["--endpoint", "0.0.0.0:1"], ["--drain", "-1"]]
+    "arguments",
+    [
+        ["--arena", "much"],
+        ["--endpoint", "nowhere"],
+        ["--endpoint", "0.0.0.0:1"],
+        ["--drain", "-1"],
+        ["--gpu-arena", "8GiB"],
+        ["--gpu-arena", "0:1GiB", "--gpu-arena", "0:2GiB"],
+    ],
 )
 def test_a_wrong_command_line_gets_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(arguments)
     assert ended.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_mapflow_serve_takes_gpu_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Config] = []
+
+    def run(config: Config) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr("mapflow.cache_service.server.run", run)
+    invoke = CliRunner().invoke
+    assert invoke(app, ["serve"]).exit_code == 0
+    assert invoke(app, ["serve", "--gpu-arena", "0:1GiB", "--gpu-arena", "1:2GiB"]).exit_code == 0
+    assert [config.gpu_arenas for config in configs] == [(), (GpuArena(0, 1 << 30), GpuArena(1, 2 << 30))]
+    refused = invoke(app, ["serve", "--gpu-arena", "1GiB"])
+    assert refused.exit_code == 2
+    assert refused.stderr == "mapflow: '1GiB' is no GPU arena; write it like 0:8GiB, the device's number and a size\n"

@@ -11,8 +11,8 @@ import pytest
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("mapflow.cache_service.server", ["torch", "vllm", "transformers", "numpy", "mapflow.connector"]),
-        ("mapflow.cache_service.__main__", ["torch", "vllm", "transformers", "numpy", "mapflow.connector"]),
+        ("mapflow.cache_service.server", ["torch", "vllm", "transformers", "numpy", "cuda", "mapflow.connector"]),
+        ("mapflow.cache_service.__main__", ["torch", "vllm", "transformers", "numpy", "cuda", "mapflow.connector"]),
         ("mapflow.cache_service.core.cache", ["grpc", "asyncio", "torch", "socket", "threading", "time", "structlog"]),
     ],
 )

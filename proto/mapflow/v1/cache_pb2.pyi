@@ -77,6 +77,18 @@ class Arena(_message.Message):
     num_bytes: int
     def __init__(self, id: _Optional[int] = ..., segment_name: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
+class DeviceArena(_message.Message):
+    __slots__ = ("arena_id", "device_uuid", "num_bytes", "handle")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    arena_id: int
+    device_uuid: str
+    num_bytes: int
+    handle: bytes
+    def __init__(self, arena_id: _Optional[int] = ..., device_uuid: _Optional[str] = ..., num_bytes: _Optional[int] = ..., handle: _Optional[bytes] = ...) -> None: ...
+
 class Extent(_message.Message):
     __slots__ = ("arena_id", "offset", "num_bytes")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -104,7 +116,7 @@ class HandshakeRequest(_message.Message):
     def __init__(self, format_versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HandshakeResponse(_message.Message):
-    __slots__ = ("server_version", "boot_id", "arenas", "session_timeout_s", "max_lease_s", "max_keys", "max_blob_bytes")
+    __slots__ = ("server_version", "boot_id", "arenas", "session_timeout_s", "max_lease_s", "max_keys", "max_blob_bytes", "device_arenas")
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     ARENAS_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +124,7 @@ class HandshakeResponse(_message.Message):
     MAX_LEASE_S_FIELD_NUMBER: _ClassVar[int]
     MAX_KEYS_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ARENAS_FIELD_NUMBER: _ClassVar[int]
     server_version: str
     boot_id: bytes
     arenas: _containers.RepeatedCompositeFieldContainer[Arena]
@@ -119,7 +132,8 @@ class HandshakeResponse(_message.Message):
     max_lease_s: float
     max_keys: int
     max_blob_bytes: int
-    def __init__(self, server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., arenas: _Optional[_Iterable[_Union[Arena, _Mapping]]] = ..., session_timeout_s: _Optional[float] = ..., max_lease_s: _Optional[float] = ..., max_keys: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ...) -> None: ...
+    device_arenas: _containers.RepeatedCompositeFieldContainer[DeviceArena]
+    def __init__(self, server_version: _Optional[str] = ..., boot_id: _Optional[bytes] = ..., arenas: _Optional[_Iterable[_Union[Arena, _Mapping]]] = ..., session_timeout_s: _Optional[float] = ..., max_lease_s: _Optional[float] = ..., max_keys: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., device_arenas: _Optional[_Iterable[_Union[DeviceArena, _Mapping]]] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "heartbeat", "interests")
@@ -132,14 +146,16 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., interests: _Optional[_Union[InterestSet, _Mapping]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("client_name", "namespace", "producer")
+    __slots__ = ("client_name", "namespace", "producer", "device_arena_id")
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     client_name: str
     namespace: Namespace
     producer: Producer
-    def __init__(self, client_name: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., producer: _Optional[_Union[Producer, _Mapping]] = ...) -> None: ...
+    device_arena_id: int
+    def __init__(self, client_name: _Optional[str] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ..., producer: _Optional[_Union[Producer, _Mapping]] = ..., device_arena_id: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -208,18 +224,20 @@ class Publisher(_message.Message):
     def __init__(self, producer: _Optional[_Union[Producer, _Mapping]] = ..., namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_id", "keys", "key_bytes", "wants", "lease_s")
+    __slots__ = ("session_id", "keys", "key_bytes", "wants", "lease_s", "device_arena_id")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     KEY_BYTES_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     keys: bytes
     key_bytes: int
     wants: _containers.RepeatedCompositeFieldContainer[Want]
     lease_s: float
-    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., key_bytes: _Optional[int] = ..., wants: _Optional[_Iterable[_Union[Want, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    device_arena_id: int
+    def __init__(self, session_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., key_bytes: _Optional[int] = ..., wants: _Optional[_Iterable[_Union[Want, _Mapping]]] = ..., lease_s: _Optional[float] = ..., device_arena_id: _Optional[int] = ...) -> None: ...
 
 class Want(_message.Message):
     __slots__ = ("kind", "model", "layers")
@@ -240,16 +258,18 @@ class LookupResponse(_message.Message):
     def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class Hit(_message.Message):
-    __slots__ = ("want", "producer", "num_chunks", "extents")
+    __slots__ = ("want", "producer", "num_chunks", "extents", "device_offsets")
     WANT_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_OFFSETS_FIELD_NUMBER: _ClassVar[int]
     want: int
     producer: str
     num_chunks: int
     extents: Extents
-    def __init__(self, want: _Optional[int] = ..., producer: _Optional[str] = ..., num_chunks: _Optional[int] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ...) -> None: ...
+    device_offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, want: _Optional[int] = ..., producer: _Optional[str] = ..., num_chunks: _Optional[int] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., device_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "kind", "producer", "entries")
@@ -376,7 +396,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("boot_id", "uptime_s", "arenas", "num_chunks", "num_entries", "num_reservations", "num_leases", "num_sessions", "lookup_chunks", "hit_chunks", "evicted_entries", "publishers")
+    __slots__ = ("boot_id", "uptime_s", "arenas", "num_chunks", "num_entries", "num_reservations", "num_leases", "num_sessions", "lookup_chunks", "hit_chunks", "evicted_entries", "publishers", "device_arenas")
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     ARENAS_FIELD_NUMBER: _ClassVar[int]
@@ -389,6 +409,7 @@ class StatsResponse(_message.Message):
     HIT_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ARENAS_FIELD_NUMBER: _ClassVar[int]
     boot_id: bytes
     uptime_s: float
     arenas: _containers.RepeatedCompositeFieldContainer[ArenaStats]
@@ -401,7 +422,8 @@ class StatsResponse(_message.Message):
     hit_chunks: int
     evicted_entries: int
     publishers: _containers.RepeatedCompositeFieldContainer[Publisher]
-    def __init__(self, boot_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., arenas: _Optional[_Iterable[_Union[ArenaStats, _Mapping]]] = ..., num_chunks: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_reservations: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sessions: _Optional[int] = ..., lookup_chunks: _Optional[int] = ..., hit_chunks: _Optional[int] = ..., evicted_entries: _Optional[int] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ...) -> None: ...
+    device_arenas: _containers.RepeatedCompositeFieldContainer[DeviceArenaStats]
+    def __init__(self, boot_id: _Optional[bytes] = ..., uptime_s: _Optional[float] = ..., arenas: _Optional[_Iterable[_Union[ArenaStats, _Mapping]]] = ..., num_chunks: _Optional[int] = ..., num_entries: _Optional[int] = ..., num_reservations: _Optional[int] = ..., num_leases: _Optional[int] = ..., num_sessions: _Optional[int] = ..., lookup_chunks: _Optional[int] = ..., hit_chunks: _Optional[int] = ..., evicted_entries: _Optional[int] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., device_arenas: _Optional[_Iterable[_Union[DeviceArenaStats, _Mapping]]] = ...) -> None: ...
 
 class ArenaStats(_message.Message):
     __slots__ = ("arena", "used_bytes", "largest_free_bytes")
@@ -412,3 +434,21 @@ class ArenaStats(_message.Message):
     used_bytes: int
     largest_free_bytes: int
     def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., used_bytes: _Optional[int] = ..., largest_free_bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceArenaStats(_message.Message):
+    __slots__ = ("arena", "used_bytes", "num_copies", "promoted_entries", "no_room_entries", "failed_entries", "dropped_entries")
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_COPIES_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NO_ROOM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    FAILED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    arena: DeviceArena
+    used_bytes: int
+    num_copies: int
+    promoted_entries: int
+    no_room_entries: int
+    failed_entries: int
+    dropped_entries: int
+    def __init__(self, arena: _Optional[_Union[DeviceArena, _Mapping]] = ..., used_bytes: _Optional[int] = ..., num_copies: _Optional[int] = ..., promoted_entries: _Optional[int] = ..., no_room_entries: _Optional[int] = ..., failed_entries: _Optional[int] = ..., dropped_entries: _Optional[int] = ...) -> None: ...
