@@ -63,8 +63,8 @@ class CudaMemory:
         self._driver = driver
         self.context = context
         self._host_address = 0
-        self._stream = driver("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
         self._address, self.handle = _allocate(driver, num_bytes)
+        self._stream = driver("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
 
     def copy_from(self, host_address: int) -> None:
         """Say where the host arena begins in this process."""
@@ -85,10 +85,13 @@ class CudaMemory:
             driver("cuStreamSynchronize", stream)
 
     def close(self) -> None:
-        """Give the memory back; nothing may be copied any more."""
+        """Copy no more. Memory and context go with the process.
+
+        Engines may have the memory open. Freed under them it would be undefined; what a process leaves behind stays
+        readable until they close it.
+        """
         self._driver.quietly("cuCtxSetCurrent", self.context)
         self._driver.quietly("cuStreamDestroy", self._stream)
-        self._driver.quietly("cuMemFree", self._address)
 
 
 class CudaArenas:
@@ -102,7 +105,7 @@ class CudaArenas:
         """Allocate.
 
         Raises:
-            StartupError: no cuda-bindings, driver or device, or too little memory; nothing stays allocated.
+            StartupError: no cuda-bindings, driver or device, or too little memory.
         """
         self._driver = _Driver()
         self.memories: list[CudaMemory] = []
@@ -140,7 +143,7 @@ class CudaArenas:
             memory.copy_from(host_address)
 
     def close(self) -> None:
-        """Undo everything; nothing may be copied any more."""
+        """Undo everything but the memory, see `CudaMemory.close`; nothing may be copied any more."""
         self._stack.close()
 
     def _count_devices(self) -> int:
@@ -155,7 +158,6 @@ class CudaArenas:
             device = self._driver("cuDeviceGet", arena.device)
             uuid = UUID(bytes=bytes(self._driver("cuDeviceGetUuid", device).bytes))
             context = self._driver("cuDevicePrimaryCtxRetain", device)
-            stack.callback(self._driver.quietly, "cuDevicePrimaryCtxRelease", device)
             self._driver("cuCtxSetCurrent", context)
             if (free := int(self._driver("cuMemGetInfo"))) < arena.num_bytes:
                 raise StartupError(

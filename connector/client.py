@@ -24,6 +24,7 @@ from mapflow.connector.counters import Counters, LimitedLog
 from mapflow.connector.events import Connected, Disconnected, Event, PeersChanged
 from mapflow.connector.lookup import Lookup, begin_call, finish_call
 from mapflow.connector.messages import (
+    DeviceArena,
     Extent,
     Interest,
     Kind,
@@ -199,6 +200,11 @@ class Client:
             session = self._current()
             self._check_lease(session, lease)
             return transfer.read(session, self._arenas, lease, extents, self.config.transfer_deadline_s)
+
+    def device_arena(self, boot_id: bytes) -> DeviceArena | None:
+        """What that start of the daemon offers on this client's GPU; None without a session with it."""
+        session = self._session
+        return session.device_arena if session is not None and session.boot_id == boot_id else None
 
     def arena_of(self, lease: Lease, extents: Sequence[Extent]) -> Arena | None:
         """The mapped arena that holds all of some leased extents; None where only `read` brings their bytes.

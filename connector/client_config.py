@@ -22,6 +22,7 @@ class ClientConfig:
         transfer_deadline_s: most that one reserve, commit, abort, fetch or store may take.
         connect_deadline_s: most that one attempt to connect may take.
         backoff_min_s, backoff_max_s: bounds of the jittered pause between attempts.
+        device_uuid: GPU whose device arena is read, as in "GPU-12345678-..."; empty for none.
         map_arenas: False moves bytes by Fetch and Store even where memory could be shared.
     """
 
@@ -34,6 +35,7 @@ class ClientConfig:
     connect_deadline_s: float = 2.0
     backoff_min_s: float = 0.05
     backoff_max_s: float = 2.0
+    device_uuid: str = ""
     map_arenas: bool = True
 
     def __post_init__(self) -> None:

@@ -66,6 +66,7 @@ class Lookup:
             key_bytes=self.key_bytes,
             wants=[cache_pb2.Want(kind=want.kind.value, model=want.model, layers=want.layers) for want in self.wants],
             lease_s=lease_s,
+            device_arena_id=session.device_arena_id,
         )
         expires_at = time.monotonic() + lease_s
         call = begin_call(session, session.stub.Lookup, request, self.deadline_s)
@@ -86,7 +87,9 @@ class Lookup:
                 )
             if not self.is_current(session):
                 raise _again(session.failure(ConnectionError("the session ended while the lookup ran")))
-            result = LookupResult.from_proto(response, self.wants, num_keys, session.boot_id, lease)
+            result = LookupResult.from_proto(
+                response, self.wants, num_keys, session.boot_id, lease, session.device_arena_id
+            )
         except Unavailable as error:
             if error.reason is Reason.SESSION_LOST:
                 session.end(error)

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mapflow.connector.namespace import Namespace
 from mapflow.v1 import cache_pb2
+
+NO_COPY = 2**64 - 1  # a device offset where there is no copy
+
+_T = TypeVar("_T")
 
 
 class Kind(IntEnum):
@@ -42,6 +46,14 @@ class Extent(NamedTuple):
     arena_id: int
     offset: int
     num_bytes: int
+
+
+class DeviceArena(NamedTuple):
+    """Memory on a GPU with copies of blobs. handle: what another process opens it by."""
+
+    arena_id: int
+    num_bytes: int
+    handle: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,21 +205,25 @@ class Hit:
         producer: producer id.
         num_chunks: length of the run.
         extents: [num_chunks][len(want.layers)]; empty without a lease.
+        device_offsets: alike, where their copies begin in the device arena, NO_COPY where there is none; empty where
+            none has one.
     """
 
     want: int
     producer: str
     num_chunks: int
     extents: tuple[tuple[Extent, ...], ...]
+    device_offsets: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupResult:
-    """The answer to a lookup; a miss has no hits and no lease."""
+    """The answer to a lookup; a miss has no hits and no lease. device_arena_id: what device offsets refer to."""
 
     boot_id: bytes
     lease: Lease | None
     hits: tuple[Hit, ...]
+    device_arena_id: int = 0
 
     @classmethod
     def from_proto(
@@ -217,6 +233,7 @@ class LookupResult:
         num_keys: int,
         boot_id: bytes,
         lease: Lease | None,
+        device_arena_id: int = 0,
     ) -> LookupResult:
         """Read an answer.
 
@@ -232,9 +249,23 @@ class LookupResult:
             if {len(column) for column in columns} != {hit.num_chunks * width if lease else 0}:
                 raise ValueError(f"{len(columns[1])} extents for {hit.num_chunks} chunks of {width} layers")
             flat = list(map(Extent, *columns))
-            rows = tuple(tuple(flat[start : start + width]) for start in range(0, len(flat), width)) if width else ()
-            hits.append(Hit(want=hit.want, producer=hit.producer, num_chunks=hit.num_chunks, extents=rows))
-        return cls(boot_id=boot_id, lease=lease, hits=tuple(hits))
+            copies = list(hit.device_offsets)
+            if copies and len(copies) != len(flat):
+                raise ValueError(f"{len(copies)} device offsets for {len(flat)} extents of {hit.num_chunks} chunks")
+            hits.append(
+                Hit(
+                    want=hit.want,
+                    producer=hit.producer,
+                    num_chunks=hit.num_chunks,
+                    extents=_rows(flat, width),
+                    device_offsets=_rows(copies, width),
+                )
+            )
+        return cls(boot_id=boot_id, lease=lease, hits=tuple(hits), device_arena_id=device_arena_id)
+
+
+def _rows(flat: Sequence[_T], width: int) -> tuple[tuple[_T, ...], ...]:
+    return tuple(tuple(flat[start : start + width]) for start in range(0, len(flat), width)) if width else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from mapflow.connector.client_config import ClientConfig
-from mapflow.connector.messages import Interest, Peers
+from mapflow.connector.messages import DeviceArena, Interest, Peers
 from mapflow.connector.namespace import FORMAT_VERSION
 from mapflow.connector.reasons import Reason, Unavailable, from_rpc_error
 from mapflow.v1 import cache_pb2
@@ -75,6 +75,7 @@ class Session:
         session_id: the daemon's number for it; 0 before it is open.
         limits: what the daemon allows.
         arenas: what the daemon offers to map.
+        device_arena: what it offers on the client's GPU.
         alive_until: until when, in `time.monotonic()` seconds, the daemon has surely not ended it for silence.
     """
 
@@ -86,6 +87,7 @@ class Session:
         if config.producer is not None:
             self._opening.producer.id = config.producer.id
             self._opening.producer.model = config.producer.model
+        self._device_uuid = config.device_uuid
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._unanswered: deque[float] = deque()
@@ -95,7 +97,13 @@ class Session:
         self.session_id = 0
         self.limits = Limits(session_timeout_s=1.0, max_lease_s=0.0, max_keys=1, max_blob_bytes=0)
         self.arenas: tuple[cache_pb2.Arena, ...] = ()
+        self.device_arena: DeviceArena | None = None
         self.alive_until = 0.0
+
+    @property
+    def device_arena_id(self) -> int:
+        """Number of the device arena, 0 without one."""
+        return 0 if self.device_arena is None else self.device_arena.arena_id
 
     def open(self) -> None:
         """Shake hands and open the stream.
@@ -107,6 +115,10 @@ class Session:
         self.limits = Limits.from_proto(handshake)
         self.boot_id = handshake.boot_id
         self.arenas = tuple(handshake.arenas)
+        for one in handshake.device_arenas:
+            if self._device_uuid and one.device_uuid == self._device_uuid:
+                self.device_arena = DeviceArena(one.arena_id, one.num_bytes, one.handle)
+        self._opening.device_arena_id = self.device_arena_id
         sent_at = time.monotonic()
         self._outbox.put(cache_pb2.SessionRequest(open=self._opening))
         threading.Thread(target=self._receive, name="mapflow-session", daemon=True).start()

@@ -54,8 +54,21 @@ def engine_facts(config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_worke
         page_size=kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if kv_cache_config.kv_cache_groups else 0,
         publishes=transfer.is_kv_producer,
         reuses=transfer.is_kv_consumer,
+        device_uuid=_device_uuid(is_worker=is_worker),
         unsupported=_unsupported(config, kv_cache_config),
     )
+
+
+def _device_uuid(*, is_worker: bool) -> str:
+    """As NVIDIA's tools print it. A scheduler takes the first GPU for its worker's, which checks it."""
+    if not on_gpu():
+        return ""
+    if is_worker:
+        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    try:
+        return str(current_platform.get_device_uuid(0))
+    except Exception:  # some hosts have no NVML
+        return ""
 
 
 def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | None:

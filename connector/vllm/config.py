@@ -39,6 +39,7 @@ class ConnectorConfig:
             (256 MiB for guide, 2 GiB with translate). It comes on top of vLLM's `gpu_memory_utilization`.
         skip_queries: whether rows that `translate` reuses go without their Q projection.
         cost_model: whether a GPU computes layers whose maps would come too late, and steps that reuse makes slower.
+        gpu_tier: whether maps that the daemon has copied to this GPU are read in place.
         capture_bytes: GPU memory in which a sender's maps wait to be copied to the host, on top likewise; 0 for what
             the plans need as a rule (256 MiB for guide or without plans, 2 GiB with translate).
     """
@@ -56,6 +57,7 @@ class ConnectorConfig:
     staging_bytes: int = 0
     skip_queries: bool = True
     cost_model: bool = True
+    gpu_tier: bool = True
     capture_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ class ConnectorConfig:
             "staging_bytes": int,
             "skip_queries": _boolean,
             "cost_model": _boolean,
+            "gpu_tier": _boolean,
             "capture_bytes": int,
         }
         values: dict[str, object] = {}

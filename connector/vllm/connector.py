@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from mapflow.connector.vllm import compat
 from mapflow.connector.vllm.capture import Capture, StepCapture
 from mapflow.connector.vllm.config import ConfigError
+from mapflow.connector.vllm.device_arenas import DeviceArenas
 from mapflow.connector.vllm.engine import Engine
 from mapflow.connector.vllm.map_reader import COPY_WITHIN_S
 from mapflow.connector.vllm.messages import RequestStep, ReuseReport
@@ -94,8 +95,10 @@ class MapFlowConnector(KVConnectorBase_V1):
         if device is not None and engine.plans:
             from mapflow.connector.vllm.gpu import GpuReuse  # needs Triton
 
-            settings = engine.config
-            self._gpu = GpuReuse(engine.plans, device, settings.staging_bytes, cost_model=settings.cost_model)
+            settings, copies = engine.config, DeviceArenas(device, engine.client.device_arena)
+            self._gpu = GpuReuse(
+                engine.plans, device, settings.staging_bytes, copies=copies, cost_model=settings.cost_model
+            )
         capture = self._start_capture(engine, device) if engine.facts.publishes else None
         self.map_worker = MapWorker(
             plans=engine.plans,

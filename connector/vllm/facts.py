@@ -17,6 +17,7 @@ class EngineFacts:
         num_heads, num_kv_heads: of the whole model, over all tensor-parallel ranks.
         page_size: tokens per KV block of the scheduler.
         publishes, reuses: from `kv_role`.
+        device_uuid: of the GPU that the engine, or this rank of it, computes on; empty on a CPU.
         unsupported: why maps cannot work in this engine, or None.
     """
 
@@ -34,4 +35,5 @@ class EngineFacts:
     page_size: int
     publishes: bool
     reuses: bool
+    device_uuid: str = ""
     unsupported: str | None = None

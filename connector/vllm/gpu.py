@@ -13,6 +13,7 @@ import torch
 from mapflow.connector.counters import Counters
 from mapflow.connector.plan import Mode, Plan
 from mapflow.connector.vllm.capture_buffer import CaptureBuffer
+from mapflow.connector.vllm.device_arenas import DeviceArenas
 from mapflow.connector.vllm.facts import EngineFacts
 from mapflow.connector.vllm.kernel_capture import Defer, KernelCapture
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
@@ -79,16 +80,24 @@ class GpuReuse:
     """Of one worker."""
 
     def __init__(
-        self, plans: Sequence[Plan], device: torch.device, staging_bytes: int, *, cost_model: bool = True
+        self,
+        plans: Sequence[Plan],
+        device: torch.device,
+        staging_bytes: int,
+        *,
+        copies: DeviceArenas | None = None,
+        cost_model: bool = True,
     ) -> None:
         """staging_bytes: of GPU memory; 0 for what the plans' modes need as a rule.
 
-        cost_model: whether layers are computed whose maps would come too late, and steps that reuse makes slower.
+        copies: the daemon's arena on this GPU. cost_model: whether layers are computed whose maps would come too late,
+        and steps that reuse makes slower.
 
         Raises:
             torch.OutOfMemoryError: the memory is not there.
         """
         self.arenas = PinnedArenas(device)
+        self.copies = copies
         self._plans = plans
         self._device = device
         self._staging = StagingBuffer(staging_bytes or staging_bytes_for(plans), device)
@@ -152,6 +161,8 @@ class GpuReuse:
         """Let go of the daemon's memory."""
         self._staging.synchronize()
         self.arenas.close()
+        if self.copies is not None:
+            self.copies.close()
 
     def _tile_dtypes(self) -> Collection[torch.dtype]:
         return {

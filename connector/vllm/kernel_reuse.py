@@ -118,6 +118,7 @@ class KernelReuse(StepReuse):
                 self._counts.add_index(entries, rows, index)
             for one in entries:
                 one.report.modes[of_layer.mode.value] = one.report.modes.get(of_layer.mode.value, 0) + 1
+                one.report.in_place += staged is not None and staged.in_place
 
     def finish(self, layer: int) -> None:
         """What only layers up to this one read may be overwritten."""

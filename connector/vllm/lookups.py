@@ -112,7 +112,7 @@ class Lookups:
             self._counters.add("request_not_reused", "sharded_producer" if result.hits else "miss")
             self._end_lease(state)
             return
-        state.order = state.mapped_order(_mapped(state, hit, chunks.start), hit.producer)
+        state.order = state.mapped_order(_mapped(state, hit, chunks.start), hit.producer, result.device_arena_id)
 
     def _failed(self, reason: str, detail: str) -> None:
         self._counters.add("lookup_failed", reason)
@@ -144,5 +144,8 @@ class Lookups:
 
 
 def _mapped(state: RequestState, hit: Hit, first: int) -> list[MappedChunk]:
-    numbered = enumerate(hit.extents[: hit.num_chunks], start=first)
-    return [MappedChunk(index=index, key=state.keys[index], extents=extents) for index, extents in numbered]
+    copies = hit.device_offsets or ((),) * hit.num_chunks
+    return [
+        MappedChunk(index=index, key=state.keys[index], extents=extents, device_offsets=offsets)
+        for index, (extents, offsets) in enumerate(zip(hit.extents, copies), start=first)
+    ]

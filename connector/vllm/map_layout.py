@@ -33,17 +33,23 @@ class MapLayout:
     num_bytes: int
 
 
-def layout(layers: Sequence[Sequence[MapRun]], device: torch.device) -> MapLayout:
-    """A region for the runs of each of these layers, one a request; `device`: where it will be copied to."""
+def layout(layers: Sequence[Sequence[MapRun]], in_place: Sequence[bool], device: torch.device) -> MapLayout:
+    """A region for the runs of each of these layers, one a request.
+
+    in_place: layers whose copies on the GPU are read where they are: their tables point there. device: where the region
+    is.
+    """
     runs = [run for layer in layers for run in layer]
     lengths = [one.run.num_chunks for one in runs]
+    copied = np.repeat([not here for here, layer in zip(in_place, layers) for _ in layer], lengths)
     layer_of = np.repeat([number for number, layer in enumerate(layers) for _ in layer], lengths)
     request_of = np.repeat([number for layer in layers for number in range(len(layer))], lengths)
     chunk_of = np.concatenate([np.arange(length) for length in lengths])
     order = np.lexsort((layer_of, chunk_of, request_of))
+    order = order[copied[order]]
     sections = np.concatenate([one.run.sections for one in runs])
     sizes = np.concatenate([one.run.num_bytes for one in runs])
-    starts = np.empty_like(sizes)
+    starts = np.concatenate([one.run.offsets if one.copy_offsets is None else one.copy_offsets for one in runs])
     starts[order] = align(sections.nbytes) + sizes[order].cumsum() - sizes[order]
     table = torch.from_numpy(sections + starts[:, None, None])
     ends = np.cumsum([sum(one.run.num_chunks for one in layer) for layer in layers]).tolist()
@@ -52,7 +58,7 @@ def layout(layers: Sequence[Sequence[MapRun]], device: torch.device) -> MapLayou
         tables=[
             (begin * sections[0].nbytes, (end - begin, *sections.shape[1:])) for begin, end in zip([0, *ends], ends)
         ],
-        num_bytes=int(align(sections.nbytes) + sizes.sum()),
+        num_bytes=int(align(sections.nbytes) + sizes[copied].sum()),
     )
 
 
@@ -60,6 +66,8 @@ def _parts(
     runs: Sequence[MapRun], lengths: Sequence[int], starts: npt.NDArray[np.int64], order: npt.NDArray[np.int64]
 ) -> list[tuple[int, torch.Tensor]]:
     """The blobs in `order`; those that lie behind each other at their source are one part."""
+    if not len(order):
+        return []
     run_of = np.repeat(np.arange(len(runs)), lengths)[order]
     source_of = np.array([one.source.data_ptr() for one in runs])[run_of]
     begins = np.concatenate([one.run.offsets for one in runs])[order]

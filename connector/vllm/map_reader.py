@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from mapflow.connector.client import Client
 from mapflow.connector.messages import Extent, Lease
 from mapflow.connector.plan import Plan
 from mapflow.connector.reasons import Reason, Unavailable
+from mapflow.connector.vllm.device_arenas import DeviceArenas
 from mapflow.connector.vllm.map_identity import map_identity
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.pinned import PinnedArenas
@@ -26,6 +27,7 @@ from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import read_blob
 from mapflow.kernels.blob_run import BlobRun, read_runs
 
+_IN_PLACE_AREA = 1 << 30  # rows times columns: a step that certainly ends before a lease that was given back does
 COPY_WITHIN_S = 5.0  # a lease that ends sooner is not used for copies that nobody waits for
 
 
@@ -39,21 +41,36 @@ class UnusableMap(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MapRun:
-    """A request's maps of one sender layer as they lie: what their prologues say, and the u8 [bytes] they lie in."""
+    """A request's maps of one sender layer as they lie.
+
+    Attributes:
+        run: what their prologues say.
+        source: u8 [bytes] that they lie in, on the host.
+        copies: u8 [bytes] on the GPU that hold a copy of each of them, if there are any.
+        copy_offsets: i64 [chunks]: where those begin.
+    """
 
     run: BlobRun
     source: torch.Tensor
+    copies: torch.Tensor | None = None
+    copy_offsets: npt.NDArray[np.int64] | None = None
 
 
 class MapReader:
     """Of one worker. Every method raises Unavailable, BlobError or UnusableMap, each with a `reason`."""
 
-    def __init__(self, client: Client, plans: Sequence[Plan], arenas: PinnedArenas | None = None) -> None:
-        """arenas: for `runs`."""
+    def __init__(
+        self,
+        client: Client,
+        plans: Sequence[Plan],
+        arenas: PinnedArenas | None = None,
+        copies: DeviceArenas | None = None,
+    ) -> None:
+        """arenas, copies: for `runs`."""
         self._client = client
         self._plans = plans
         self._wants = [plan_wants(plan) for plan in plans]
-        self._arenas = arenas
+        self._arenas, self._copies = arenas, copies
 
     def maps(self, order: ReuseOrder, layer: int) -> list[AttentionMap]:
         """Verified copies of the maps of a sender layer, one a chunk."""
@@ -100,8 +117,25 @@ class MapReader:
             heads = range(run.num_heads) if want.heads is None else want.heads
             if not run.has_heads(source.numpy(), heads):
                 raise _no_heads()
-            found.append(MapRun(run=run, source=source))
+            found.append(self._with_copies(MapRun(run=run, source=source), order, plan.map_layers.index(layer)))
         return found
+
+    def device_arena(self, order: ReuseOrder) -> torch.Tensor | None:
+        """u8 [bytes] of the arena that the order's device offsets refer to, if it may be read in place."""
+        if self._copies is None or order.lease is None or not order.device_arena_id:
+            return None
+        if (order.row_end - order.row_begin) * order.row_end > _IN_PLACE_AREA:
+            return None
+        return self._copies.tensor(order.lease.boot_id, order.device_arena_id)
+
+    def _with_copies(self, found: MapRun, order: ReuseOrder, position: int) -> MapRun:
+        arena, offsets = self.device_arena(order), order.copies(position)
+        if arena is None or offsets is None:
+            return found
+        at = np.array(offsets, dtype=np.int64)
+        if (at < 0).any() or (at + found.run.num_bytes > len(arena)).any():
+            raise Unavailable(Reason.PROTOCOL, f"a copy lies outside the device arena of {len(arena)} bytes")
+        return replace(found, copies=arena, copy_offsets=at)
 
     def _bytes(self, lease: Lease, extents: Sequence[Extent]) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
         """u8 [bytes] and where each extent begins in them: in place where the arena is mapped, else fetched."""

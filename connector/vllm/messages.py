@@ -6,16 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mapflow.connector.messages import Extent, Lease
+from mapflow.connector.messages import NO_COPY, Extent, Lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedChunk:
-    """One chunk whose maps are leased: `extents` in the order of the plan's `map_layers`."""
+    """One chunk whose maps are leased: `extents` in the order of the plan's `map_layers`.
+
+    device_offsets: alike, of the copies in a device arena, `NO_COPY` where there is none; empty without any.
+    """
 
     index: int
     key: bytes
     extents: tuple[Extent, ...]
+    device_offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,7 @@ class ReuseOrder:
     """Reuse maps for prompt rows [row_begin, row_end) of a request, under plan number `plan` of the engine.
 
     counted: the request asked for a report, so that kept blocks are counted even where that means waiting for a GPU.
+    device_arena_id: what the chunks' device offsets refer to; 0 where they are not to be used.
     """
 
     plan: int
@@ -32,6 +37,14 @@ class ReuseOrder:
     lease: Lease | None = None
     chunks: tuple[MappedChunk, ...] = ()
     counted: bool = False
+    device_arena_id: int = 0
+
+    def copies(self, position: int) -> list[int] | None:
+        """Device offsets of all chunks in the layer of that position; None unless all of them have a copy."""
+        if not self.device_arena_id or not all(chunk.device_offsets for chunk in self.chunks):
+            return None
+        offsets = [chunk.device_offsets[position] for chunk in self.chunks]
+        return None if NO_COPY in offsets else offsets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +100,7 @@ class ReuseReport:
         causal_blocks: blocks that full attention would have attended there.
         modes: mode -> number of layers that ran in it in the last step with reuse.
         reasons: why rows or layers were not reused -> how often.
+        in_place: number of layers whose maps were read in place on the GPU in the last step with reuse.
     """
 
     reused_rows: int = 0
@@ -94,17 +108,25 @@ class ReuseReport:
     causal_blocks: int = 0
     modes: dict[str, int] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
+    in_place: int = 0
 
     def merge(self, other: ReuseReport) -> None:
         """Add a later step's report."""
         self.reused_rows += other.reused_rows
         self.kept_blocks += other.kept_blocks
         self.causal_blocks += other.causal_blocks
-        self.modes = other.modes or self.modes
+        if other.modes:
+            self.modes, self.in_place = other.modes, other.in_place
         self.reasons.update(other.reasons)
 
     def as_dict(self) -> dict[str, object]:
         """For a response's `kv_transfer_params`."""
         density = self.kept_blocks / self.causal_blocks if self.causal_blocks else None
         reasons = dict(self.reasons)
-        return {"reused_tokens": self.reused_rows, "density": density, "layers": self.modes, "reasons": reasons}
+        return {
+            "reused_tokens": self.reused_rows,
+            "density": density,
+            "layers": self.modes,
+            "layers_in_place": self.in_place,
+            "reasons": reasons,
+        }

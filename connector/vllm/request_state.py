@@ -74,7 +74,7 @@ class RequestState:
             return None
         return ReuseOrder(plan=self.plan_index, row_begin=0, row_end=self.reuse_limit, counted=self.wants_report)
 
-    def mapped_order(self, chunks: Sequence[MappedChunk], producer: str) -> ReuseOrder | None:
+    def mapped_order(self, chunks: Sequence[MappedChunk], producer: str, device_arena_id: int = 0) -> ReuseOrder | None:
         """The order over a run of leased chunks."""
         if self.plan_index is None or not chunks:
             return None
@@ -90,6 +90,7 @@ class RequestState:
             lease=self.lease,
             chunks=tuple(chunks),
             counted=self.wants_report,
+            device_arena_id=device_arena_id,
         )
 
     def order_for_rows(self, row_begin: int, row_end: int) -> ReuseOrder | None:

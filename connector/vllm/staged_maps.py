@@ -8,7 +8,7 @@ no room is left out of its layer, and the request's report says why.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,11 +42,12 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedLayer:
-    """One sender layer: the maps of some entries in a region of the staging buffer."""
+    """One sender layer: the maps of some entries in a region of the staging buffer, or where the daemon has them."""
 
     group: _Group
     table: MapTable
     runs: Mapping[int, MapRun]  # by entry
+    in_place: bool
 
     @property
     def region(self) -> Region:
@@ -80,9 +81,12 @@ class StagedMaps:
         self._num_bytes = dict.fromkeys(self._first_use, 0)
         for one in entries:
             order = one.row.step.reuse
-            for chunk in order.chunks if order is not None else ():
-                for sender_layer, extent in zip(plan.map_layers, chunk.extents):
-                    self._num_bytes[sender_layer] += extent.num_bytes
+            if order is None:
+                continue
+            for position, sender_layer in enumerate(plan.map_layers):
+                if order.copies(position) is None:
+                    extents = (chunk.extents[position] for chunk in order.chunks)
+                    self._num_bytes[sender_layer] += sum(extent.num_bytes for extent in extents)
         self._pending = list(self._first_use)
         self._staged: dict[int, StagedLayer] = {}
         self._waiting: _Read | None = None  # of the first pending layers, read before there was room
@@ -173,21 +177,28 @@ class StagedMaps:
         by_layer = {layer: runs for layer, runs in by_layer.items() if runs}
         if not by_layer:
             return None
-        return _Read(by_layer, layout([list(runs.values()) for runs in by_layer.values()], self._staging.device))
+        layers = [list(runs.values()) for runs in by_layer.values()]
+        return _Read(by_layer, layout(layers, list(map(_in_place, layers)), self._staging.device))
 
     def _add(self, region: Region, found: _Read) -> None:
         data, group = self._staging.data(region), _Group(region, set(found.runs))
         for (layer, runs), (begin, shape) in zip(found.runs.items(), found.layout.tables):
-            first = next(iter(runs.values())).run
+            first, copies = next(iter(runs.values())).run, next(iter(runs.values())).copies
+            in_place = _in_place(runs.values())
             table = MapTable(
-                arena=data,
+                arena=copies if in_place and copies is not None else data,
                 sections=data[begin : begin + 8 * math.prod(shape)].view(torch.int64).view(shape),
                 spans=self._spans_of([one for one in self._entries if one.entry in runs]),
                 block=first.block,
                 chunk_blocks=first.chunk_blocks,
                 tile_dtype=first.tile_dtype,
             )
-            self._staged[layer] = StagedLayer(group, table, runs)
+            self._staged[layer] = StagedLayer(group, table, runs, in_place)
+
+
+def _in_place(runs: Collection[MapRun]) -> bool:
+    """Whether one launch can read all of them where they are; else all of them are copied."""
+    return all(one.copies is not None for one in runs)
 
 
 def covers(found: MapRun, ranges: Sequence[tuple[int, int]]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -56,7 +57,7 @@ class MapWorker:
         """gpu: what reuse on a GPU keeps from step to step; without it the references run, wherever tensors are."""
         self._plans = plans
         self._gpu = gpu
-        self._reader = MapReader(client, plans, gpu.arenas if gpu is not None else None)
+        self._reader = MapReader(client, plans, *((gpu.arenas, gpu.copies) if gpu is not None else ()))
         self.counters = counters
         self._capture = capture
         self._publisher = publisher
@@ -75,7 +76,7 @@ class MapWorker:
 
     def begin_step(self, steps: Sequence[RequestStep], ended: Sequence[str]) -> None:
         """Take the orders of the step that is about to run."""
-        self._steps, self._rows = steps, None
+        self._steps, self._rows = [self._without_foreign_copies(step) for step in steps], None
         self._reuse.end()  # where a step did not come to its end
         self._reuse = StepReuse([])
         self._cache = {}
@@ -86,6 +87,13 @@ class MapWorker:
                 self._capture.end(request_id)
             if any(step.capture for step in steps):
                 self._step_wants = self._wants()
+
+    def _without_foreign_copies(self, step: RequestStep) -> RequestStep:
+        """Copies on another GPU than this worker's are of no use; a scheduler may have taken one for the other."""
+        order = step.reuse
+        if order is None or not order.device_arena_id or self._reader.device_arena(order) is not None:
+            return step
+        return replace(step, reuse=replace(order, device_arena_id=0))
 
     def end_step(self) -> dict[str, ReuseReport]:
         """Publish what the step finished; what was reused, by request."""

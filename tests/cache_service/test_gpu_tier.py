@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,10 @@ import pytest
 from prometheus_client import generate_latest
 
 from mapflow.cache_service.promoter import joined
+from mapflow.connector.client import Client as EngineClient
+from mapflow.connector.client_config import ClientConfig
+from mapflow.connector.messages import LookupResult, Want
+from mapflow.connector.namespace import Namespace
 from mapflow.v1 import cache_pb2
 
 Play = Callable[..., None]
@@ -66,6 +71,45 @@ def test_the_second_look_up_names_copies_that_equal_the_blobs(play: Play) -> Non
             assert not stats.arena.handle
 
     play(scenario, gpu_arena_bytes=(4096,))
+
+
+def test_the_client_of_an_engine_on_that_gpu_is_told(play: Play) -> None:
+    """What another engine published, and nothing to one on another GPU."""
+
+    async def scenario(served: Any) -> None:
+        async with served.client() as client:
+            await client.open()
+            await publish(client, 100, 100)
+            found = await asyncio.to_thread(look_up_twice, str(served.endpoint), "GPU-00000001")
+            assert found.device_arena_id == 3
+            ((first,), (second,)) = found.hits[0].device_offsets
+            for chunk, offset in enumerate((first, second)):
+                assert served.memories[1].bytes[offset : offset + 100] == blob(chunk, 100)
+            assert (await client.stats()).device_arenas[0].num_copies == 0
+            found = await asyncio.to_thread(look_up_twice, str(served.endpoint), "GPU-0000000f")
+            assert found.device_arena_id == 0 and found.hits[0].device_offsets == ()
+
+    play(scenario, gpu_arena_bytes=(4096, 8192))
+
+
+def look_up_twice(endpoint: str, device_uuid: str) -> LookupResult:
+    """As an engine's scheduler does, until copies are there or will not come."""
+    namespace = Namespace(tokenizer_fingerprint="f00d")
+    config = ClientConfig(
+        endpoint=endpoint, client_name="c", namespace=namespace, device_uuid=device_uuid, call_deadline_s=10.0
+    )
+    client = EngineClient(config)
+    client.start()
+    try:
+        assert client.wait_connected(10.0)
+        for _ in range(100):
+            result = client.lookup([b"\0" * 16, b"\1" * 16], [Want(model="m@1", layers=(0,))], 30.0).result()
+            if result.hits[0].device_offsets:
+                break
+            time.sleep(0.01)
+        return result
+    finally:
+        client.close()
 
 
 def test_a_run_of_which_only_a_part_has_copies(play: Play) -> None:

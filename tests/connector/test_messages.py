@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 from mapflow.connector.messages import (
+    NO_COPY,
     Extent,
     Hit,
     Interest,
@@ -62,6 +63,16 @@ def test_columns_of_different_lengths_are_no_extents() -> None:
     answer.hits[0].extents.num_bytes.pop()
     with pytest.raises(ValueError, match="4 extents for 2 chunks"):
         LookupResult.from_proto(answer, WANTS, 3, BOOT, LEASE)
+
+
+def test_copies_come_chunk_by_chunk_too() -> None:
+    answer = _hit(0, 2, 4)
+    answer.hits[0].device_offsets.extend([0, NO_COPY, 128, 192])
+    result = LookupResult.from_proto(answer, WANTS, 3, BOOT, LEASE, 2)
+    assert result.device_arena_id == 2 and result.hits[0].device_offsets == ((0, NO_COPY), (128, 192))
+    answer.hits[0].device_offsets.pop()
+    with pytest.raises(ValueError, match="3 device offsets for 4 extents"):
+        LookupResult.from_proto(answer, WANTS, 3, BOOT, LEASE, 2)
 
 
 def test_interests_survive_the_wire() -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mapflow.connector.counters import Counters  # noqa: E402
-from mapflow.connector.messages import Extent, Hit, Lease, LookupResult, Want  # noqa: E402
+from mapflow.connector.messages import NO_COPY, Extent, Hit, Lease, LookupResult, Want  # noqa: E402
 from mapflow.connector.namespace import Namespace  # noqa: E402
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan  # noqa: E402
 from mapflow.connector.reasons import Reason, Unavailable  # noqa: E402
@@ -72,11 +72,20 @@ class FakeClient:
     def release(self, leases: Sequence[Lease]) -> None:
         self.released += [lease.lease_id for lease in leases]
 
-    def answer(self, num_chunks: int, producer: str = PRODUCER, lease_id: int = 1, expires_at: float = 60.0) -> None:
+    def answer(
+        self,
+        num_chunks: int,
+        producer: str = PRODUCER,
+        lease_id: int = 1,
+        expires_at: float = 60.0,
+        copies: Sequence[int] = (),
+    ) -> None:
         lease = Lease(boot_id=b"b", session_id=1, lease_id=lease_id, expires_at=expires_at) if num_chunks else None
         extents = tuple((Extent(1, 64 * chunk, 64),) for chunk in range(num_chunks))
-        hits = (Hit(want=0, producer=producer, num_chunks=num_chunks, extents=extents),) if num_chunks else ()
-        self.futures[-1].set_result(LookupResult(boot_id=b"b", lease=lease, hits=hits))
+        offsets = tuple((offset,) for offset in copies)
+        hit = Hit(want=0, producer=producer, num_chunks=num_chunks, extents=extents, device_offsets=offsets)
+        result = LookupResult(boot_id=b"b", lease=lease, hits=(hit,) if num_chunks else (), device_arena_id=2)
+        self.futures[-1].set_result(result)
 
 
 class Bench:
@@ -185,6 +194,18 @@ def test_every_failure_runs_the_request_in_full_and_is_counted(failure: str) -> 
     if failure == "deadline":
         assert bench.client.futures[0].cancelled(), "the client releases a lease that comes late"
     assert bench.client.released == ([1] if failure == "sharded" else [])
+
+
+def test_an_order_names_copies_that_all_of_its_chunks_have() -> None:
+    bench = guided()
+    bench.add(Request("r", tokens(700)))
+    bench.scheduler.ready("r", 0)
+    bench.client.answer(4, copies=[0, 64, NO_COPY, 128])
+    bench.scheduler.ready("r", 0)
+    first = bench.run("r", 0, 256, restarted=True).reuse
+    assert first.device_arena_id == 2 and first.copies(0) == [0, 64]
+    assert replace(first, device_arena_id=0).copies(0) is None, "of another GPU"
+    assert bench.run("r", 256, 256).reuse.copies(0) is None, "one chunk has none"
 
 
 def test_only_an_idle_engine_waits_a_moment_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,6 +400,7 @@ def test_reports_add_up_and_come_back_on_request() -> None:
         "reused_tokens": 192,
         "density": 0.25,
         "layers": {"guide": 1},
+        "layers_in_place": 0,
         "reasons": {},
     }
     assert bench.scheduler.finish("r") is None
