@@ -1,7 +1,8 @@
 """vLLM on a GPU: both model runners, eager and compiled with CUDA graphs, chunked prefill, several requests a step.
 
 The receiver's own answers without reuse are what `guide` at p = 1.0 must repeat. One sender and four receivers run side
-by side on one GPU, each in a process of its own.
+by side on one GPU, each in a process of its own. The daemon has an arena on it, whose copies the receivers read in
+place when they ask again; one of them reads from pinned memory alone.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ PAIR = EXAMPLES / "pair"
 VARIANTS = ("eager-v1", "eager-v2", "compiled-v1", "compiled-v2")
 LENGTHS = (3000, 1500, 700, 45, 1023)
 DTYPES = {"eager": "bfloat16", "compiled": "float16"}
+WITH_PREFIX_CACHE = ("eager-v1", "compiled-v1")
+WITHOUT_GPU_TIER = "eager-v1"
 TOLERANCES = {"bfloat16": 0.2, "float16": 0.03}  # of log-probabilities: a few steps of a logit between 8 and 16
 
 
@@ -116,8 +119,9 @@ def outcomes() -> Iterator[dict[str, Outcome]]:
         ]
         endpoint = f"unix://{folder / 'mapflow.sock'}"
         services = Services(logs=folder)
+        command = [*daemon_command(endpoint, "256MiB"), "--gpu-arena", "0:256MiB"]
         try:
-            daemon = services.start("daemon", daemon_command(endpoint, "256MiB"), endpoint=endpoint)
+            daemon = services.start("daemon", command, endpoint=endpoint)
             while wait_ready([daemon], time.monotonic() + 60.0):
                 time.sleep(0.1)
             yield _run(folder, endpoint, plans)
@@ -129,9 +133,10 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
     prompts = _prompts()
     published = folder / "published"
 
-    def transfer(role: str, used: Sequence[str]) -> dict[str, Any]:
+    def transfer(role: str, used: Sequence[str], *, gpu_tier: bool = True) -> dict[str, Any]:
         # layers of this model take less time than a copy may
         extra = {"endpoint": endpoint, "plan": list(used), "lookup_deadline_s": 2.0, "cost_model": False}
+        extra["gpu_tier"] = gpu_tier
         return {"kv_connector": "mapflow", "kv_role": role, "kv_connector_extra_config": extra}
 
     def batch(mapflow: dict[str, Any] | None) -> dict[str, Any]:
@@ -139,6 +144,7 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
 
     wanted: dict[str, dict[str, Any] | None] = {"exact": {"reuse": False}}
     wanted |= {plan: {"plan": plan, "report": True} for plan in ("whole", "sparse", "lossy")}
+    wanted |= {f"{plan} again": wanted[plan] for plan in ("sparse", "lossy")}
     chunked = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 16}
     engines: dict[str, Engine] = {}
     try:
@@ -146,8 +152,13 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
             mode, _, runner = variant.partition("-v")
             job = {
                 "model": str(PAIR / "receiver"),
-                "transfer": transfer("kv_consumer", plans),
-                "engine": {**chunked, "enforce_eager": mode == "eager", "dtype": DTYPES[mode]},
+                "transfer": transfer("kv_consumer", plans, gpu_tier=variant != WITHOUT_GPU_TIER),
+                "engine": {
+                    **chunked,
+                    "enforce_eager": mode == "eager",
+                    "dtype": DTYPES[mode],
+                    "enable_prefix_caching": variant in WITH_PREFIX_CACHE,
+                },
                 "wait_for": str(published),
                 "batches": [batch(one) for one in wanted.values()],
             }
@@ -239,6 +250,23 @@ def _distance(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> float:
         ours, theirs = one["logprobs"][0], other["logprobs"][0]
         found += [abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()]
     return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("plan", "layers"), [("sparse", 4), ("lossy", 3)])
+def test_the_same_prompts_again(outcomes: dict[str, Outcome], variant: str, plan: str, layers: int) -> None:
+    """Under the same plan: from vLLM's prefix cache where it is on, else from copies that are on the GPU by now."""
+    found = outcomes[variant].batches
+    for number, length in enumerate(LENGTHS):
+        first, again = found[plan][number], found[f"{plan} again"][number]
+        assert _same(again, first, TOLERANCES[DTYPES[variant.partition("-")[0]]]), number
+        if variant == WITHOUT_GPU_TIER:
+            assert first["report"]["layers_in_place"] == 0
+        if variant in WITH_PREFIX_CACHE:
+            assert again["report"]["reused_tokens"] == 0
+        elif _reused(length):
+            assert again["report"]["reused_tokens"] == _reused(length)
+            assert again["report"]["layers_in_place"] == layers
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
