@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import QKVParallelLinear, UnquantizedLinearMethod
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -38,7 +37,9 @@ def install() -> None:
     original = QKVParallelLinear.__init__
     if hasattr(original, _PATCHED):
         return
-    direct_register_custom_op("qkv_projection", qkv_projection, fake_impl=_shape_of_projection, target_lib=_library)
+    direct_register_custom_op(
+        "qkv_projection", qkv_projection, mutates_args=["out"], fake_impl=_writes_out, target_lib=_library
+    )
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)
@@ -52,21 +53,31 @@ def install() -> None:
 
 
 def qkv_projection(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int, layer_name: str
-) -> torch.Tensor:
-    """x @ weight.T + bias, whose first `query_width` columns are undefined in rows whose queries nobody reads.
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    query_width: int,
+    layer_name: str,
+    out: torch.Tensor,
+) -> None:
+    """Write x @ weight.T + bias to out, but no queries of rows whose queries nobody reads.
 
-    x: [rows, hidden]. weight: [width, hidden], queries first. bias: [width] or None. Returns [rows, width].
+    Args:
+        x: [rows, hidden].
+        weight: [width, hidden], queries first.
+        bias: [width] or None.
+        query_width: how many of the width are queries.
+        layer_name: as vLLM has it.
+        out: [rows, width]; the caller's, because a CUDA graph that reads it knows it by its address.
     """
     ranges = _rows_with_queries(layer_name, x.shape[0])
     if ranges is None:
-        return functional.linear(x, weight, bias)
-    out = x.new_empty(x.shape[0], weight.shape[0])
+        _linear_into(out, x, weight, bias)
+        return
     _linear_into(out[:, query_width:], x, weight[query_width:], None if bias is None else bias[query_width:])
     for begin, end in ranges:
         own_bias = None if bias is None else bias[:query_width]
         _linear_into(out[begin:end, :query_width], x[begin:end], weight[:query_width], own_bias)
-    return out
 
 
 def _linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -76,10 +87,15 @@ def _linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _shape_of_projection(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int, layer_name: str
-) -> torch.Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+def _writes_out(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    query_width: int,
+    layer_name: str,
+    out: torch.Tensor,
+) -> None:
+    """What a compiler sees."""
 
 
 def _rows_with_queries(layer_name: str, num_rows: int) -> Sequence[tuple[int, int]] | None:
@@ -102,11 +118,12 @@ class _Projection(UnquantizedLinearMethod):
         """Leave the weight as it is: vLLM's CPU path would pack it."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """As `qkv_projection`; whatever comes in front of the rows' dimension stays."""
+        """x @ weight.T + bias, see `qkv_projection`; whatever comes in front of the rows' dimension stays."""
         rows = x.reshape(-1, x.shape[-1])
         width = layer.num_heads * layer.head_size
-        projected: torch.Tensor = torch.ops.mapflow.qkv_projection(rows, layer.weight, bias, width, layer.prefix)
-        return projected.view(*x.shape[:-1], -1)
+        out = rows.new_empty(rows.shape[0], layer.weight.shape[0])
+        torch.ops.mapflow.qkv_projection(rows, layer.weight, bias, width, layer.prefix, out)
+        return out.view(*x.shape[:-1], -1)
 
 
 def _adopt(layer: Any) -> None:

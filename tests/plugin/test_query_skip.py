@@ -46,12 +46,15 @@ def test_rows_with_queries(
     bias = torch.randn(WIDTH, generator=generator) if with_bias else None
     wanted = torch.nn.functional.linear(x, weight, bias)
     name = "model.layers.3.self_attn.qkv_proj"
-    got = query_skip.qkv_projection(x, weight, bias, QUERY_WIDTH, name)
+    got = torch.full_like(wanted, torch.nan)
+    query_skip.qkv_projection(x, weight, bias, QUERY_WIDTH, name, got)
     assert worker.asked == [(3, ROWS)]
     torch.testing.assert_close(got[:, QUERY_WIDTH:], wanted[:, QUERY_WIDTH:])
     full = ranges is None or ranges == [(-1, -1)]
-    for begin, end in [(0, ROWS)] if full else ranges or []:
+    written = [(0, ROWS)] if full else ranges or []
+    for begin, end in written:
         torch.testing.assert_close(got[begin:end], wanted[begin:end])
+    assert got[:, :QUERY_WIDTH].isnan().all(1).sum() == ROWS - sum(end - begin for begin, end in written)
 
 
 def test_gaps() -> None:
@@ -84,7 +87,9 @@ def test_only_layers_that_a_plan_translates(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compat, "active_connector", lambda: SimpleNamespace(map_worker=worker))
 
     def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mapflow.qkv_projection(x, weight, None, QUERY_WIDTH, "model.layers.2.x") + 1.0
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        torch.ops.mapflow.qkv_projection(x, weight, None, QUERY_WIDTH, "model.layers.2.x", out)
+        return out + 1.0
 
     compiled = torch.compile(project, backend="eager", fullgraph=True)
     x, weight = torch.ones(4, HIDDEN), torch.ones(WIDTH, HIDDEN)

@@ -37,7 +37,8 @@ pytestmark = [
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAIR = EXAMPLES / "pair"
 VARIANTS = ("eager-v1", "eager-v2", "compiled-v1", "compiled-v2")
-LENGTHS = (3000, 1500, 700, 45, 1023)
+LENGTHS = (3000, 1500, 700, 45, 1032)
+ALONE = 4  # whose last step of 8 rows replays CUDA graphs, where its prompt runs by itself
 DTYPES = {"eager": "bfloat16", "compiled": "float16"}
 WITH_PREFIX_CACHE = ("eager-v1", "compiled-v1")
 WITHOUT_GPU_TIER = "eager-v1"
@@ -145,6 +146,7 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
     wanted: dict[str, dict[str, Any] | None] = {"exact": {"reuse": False}}
     wanted |= {plan: {"plan": plan, "report": True} for plan in ("whole", "sparse", "lossy")}
     wanted |= {f"{plan} again": wanted[plan] for plan in ("sparse", "lossy")}
+    alone = {**batch(wanted["exact"]), "prompts": [prompts[ALONE]]}
     chunked = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 16}
     engines: dict[str, Engine] = {}
     try:
@@ -160,7 +162,7 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
                     "enable_prefix_caching": variant in WITH_PREFIX_CACHE,
                 },
                 "wait_for": str(published),
-                "batches": [batch(one) for one in wanted.values()],
+                "batches": [*map(batch, wanted.values()), alone],
             }
             engines[variant] = _start(folder, variant, job, str(int(runner) - 1))
         eager = {**chunked, "enforce_eager": True, "dtype": DTYPES["eager"]}
@@ -173,7 +175,7 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
         published.touch()
         found = {}
         for name, engine in engines.items():
-            names = ["exact"] if name in ("plain", "sender") else list(wanted)
+            names = ["exact"] if name in ("plain", "sender") else [*wanted, "alone"]
             found[name] = Outcome(batches=dict(zip(names, engine.results(), strict=True)), log=engine.log)
         return found
     finally:
@@ -267,6 +269,13 @@ def test_the_same_prompts_again(outcomes: dict[str, Outcome], variant: str, plan
         elif _reused(length):
             assert again["report"]["reused_tokens"] == _reused(length)
             assert again["report"]["layers_in_place"] == layers
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_small_step_replays_graphs(outcomes: dict[str, Outcome], variant: str) -> None:
+    """One of 8 rows, of an exact request, between whose graphs the projection of a plan's layers runs."""
+    found, dtype = outcomes[variant].batches, DTYPES[variant.partition("-")[0]]
+    assert _same(found["alone"][0], found["exact"][ALONE], TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
