@@ -46,7 +46,9 @@ def translate_attention(
     num_heads = out.shape[1]
     check_tensor("head_index", head_index, shape=(num_heads, "k"), dtypes=(torch.int32,), device=kv.device)
     check_tensor("head_weight", head_weight, shape=head_index.shape, dtypes=(torch.float32,), device=kv.device)
-    order = head_weight.abs().argsort(1)
+    if head_index.shape[1] > 1:
+        order = head_weight.abs().argsort(1)
+        head_index, head_weight = head_index.gather(1, order), head_weight.gather(1, order)
     values = _pack_values(kv, rows, maps, value_dtype)
     config = launch_config(_variant("translate", maps, values), rows.block, kv.head_dim, kv.device)
     _translate_kernel[(rows.num_lines * group, num_heads // group)](
@@ -56,8 +58,8 @@ def translate_attention(
         out,
         rows.lines,
         maps.sections,
-        head_index.gather(1, order),
-        head_weight.gather(1, order),
+        head_index.contiguous(),
+        head_weight.contiguous(),
         maps.num_heads,
         head_index.shape[1],
         rows.num_packed_tokens,

@@ -88,6 +88,8 @@ class ReusingAttention:
             try:
                 if not worker.is_placed:
                     worker.place(**compat.batch_shape(attn_metadata, kv, connector.page_size))
+                    # small copies to a GPU, which would wait behind those of maps
+                    self._rest_metadata(worker, *worker.rest_as_a_rule(), attn_metadata, rows.device)
                 done = self._reuse(worker, number, rows, kv, attn_metadata, out, plain) or done
             except Exception:
                 logger.exception("mapflow: reuse failed in layer %d; vLLM computes it", number)
@@ -131,14 +133,27 @@ class ReusingAttention:
         out: torch.Tensor,
         plain: Plain,
     ) -> None:
-        index = worker.cached(("index", reused), lambda: compat.row_index(ranges, query.device))
-        rest = worker.cached(("metadata", reused), lambda: self.metadata_of_rows(metadata, ranges, index))
+        index, rest = self._rest_metadata(worker, reused, ranges, metadata, query.device)
         if isinstance(index, slice):
             plain(query[index], rest, out[index])
         else:
             rest_out = torch.empty_like(out[index])
             plain(query[index], rest, rest_out)
             out[index] = rest_out
+
+    def _rest_metadata(
+        self,
+        worker: MapWorker,
+        reused: frozenset[int],
+        ranges: Sequence[RowRange],
+        metadata: Any,
+        device: torch.device,
+    ) -> tuple[torch.Tensor | slice, Any]:
+        """Where the rows are that vLLM computes, and the metadata of a batch of them; made once a step."""
+        if not reused or not ranges:
+            return slice(0, 0), None
+        index = worker.cached(("index", reused), lambda: compat.row_index(ranges, device))
+        return index, worker.cached(("metadata", reused), lambda: self.metadata_of_rows(metadata, ranges, index))
 
     def _measure(self, worker: MapWorker, number: int, query: torch.Tensor, kv: PagedKV) -> None:
         try:

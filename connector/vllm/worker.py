@@ -173,13 +173,19 @@ class MapWorker:
     def rest(self, layer: int) -> tuple[frozenset[int], list[RowRange]]:
         """Which entries this layer reuses, and the rows of the batch that vLLM must compute."""
         self._reuse.prepare(layer)
-        reused = self._reuse.reused_entries(layer)
+        return self._rest_of([entry for entry, _ in self._reuse.reused_entries(layer).values()])
+
+    def rest_as_a_rule(self) -> tuple[frozenset[int], list[RowRange]]:
+        """As `rest`, of a layer that reuses all it may."""
+        return self._rest_of([entry for entry in self._reuse.entries if entry.ranges])
+
+    def _rest_of(self, entries: Sequence[EntryReuse]) -> tuple[frozenset[int], list[RowRange]]:
+        reused = {one.entry: one for one in entries}
         outside: list[RowRange] = []
         for entry, (begin, end) in enumerate(zip(self._query_start, self._query_start[1:])):
             if entry in reused:
-                row = reused[entry][0].row
-                ranges = reused[entry][0].ranges
-                outside += split_entry(entry, begin, row.row_begin, row.step.row_end, ranges)[1]
+                row = reused[entry].row
+                outside += split_entry(entry, begin, row.row_begin, row.step.row_end, reused[entry].ranges)[1]
             elif end > begin:
                 outside.append(RowRange(entry=entry, query_begin=begin, row_begin=0, row_end=end - begin))
         return frozenset(reused), outside
