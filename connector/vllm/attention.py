@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mapflow.connector.vllm import compat
+from mapflow.connector.vllm import compat, compat_attention
 from mapflow.connector.vllm.batch import RowRange
 from mapflow.kernels.paged import PagedKV
 
@@ -39,6 +39,11 @@ class ReusingAttention:
     def metadata_of_rows(self, metadata: Any, ranges: Sequence[RowRange], index: torch.Tensor | slice) -> Any:
         """Metadata of a batch that holds only `ranges`, each a request of its own."""
         raise NotImplementedError
+
+    def with_row_lse(self, attend: Callable[[], object]) -> torch.Tensor | None:
+        """Run vLLM's attention; float32 [num_heads, rows] log2 of the sum of exp(score), where it says so."""
+        attend()
+        return None
 
     def forward(
         self,
@@ -77,9 +82,18 @@ class ReusingAttention:
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
         is_eligible = compat.is_plain_attention(self, attn_metadata)
+        row_lse: torch.Tensor | None = None
+
+        def whole() -> None:
+            nonlocal row_lse
+            if is_eligible and worker.takes_row_lse(number):
+                row_lse = self.with_row_lse(lambda: plain(query, attn_metadata, output))
+            else:
+                plain(query, attn_metadata, output)
+
         done = is_eligible and not worker.may_reuse(number)
         if done:
-            plain(query, attn_metadata, output)
+            whole()
             if not worker.must_prepare(number):
                 worker.queries.eligible.add(number)
                 return output
@@ -87,7 +101,7 @@ class ReusingAttention:
             worker.queries.eligible.add(number)
             try:
                 if not worker.is_placed:
-                    worker.place(**compat.batch_shape(attn_metadata, kv, connector.page_size))
+                    worker.place(**compat_attention.batch_shape(attn_metadata, kv, connector.page_size))
                     # small copies to a GPU, which would wait behind those of maps
                     self._rest_metadata(worker, *worker.rest_as_a_rule(), attn_metadata, rows.device)
                 done = self._reuse(worker, number, rows, kv, attn_metadata, out, plain) or done
@@ -97,11 +111,11 @@ class ReusingAttention:
         else:
             worker.skip_layer("attention_type", layer.layer_name)
         if not done:
-            plain(query, attn_metadata, output)
+            whole()
             if worker.queries.lacks(number):  # vLLM cannot compute those rows any more
                 worker.queries.attend(number, rows, kv, self.scale, out)
         if is_eligible:
-            self._measure(worker, number, rows, kv)
+            self._measure(worker, number, rows, kv, row_lse)
         return output
 
     def _reuse(
@@ -152,12 +166,14 @@ class ReusingAttention:
         """Where the rows are that vLLM computes, and the metadata of a batch of them; made once a step."""
         if not reused or not ranges:
             return slice(0, 0), None
-        index = worker.cached(("index", reused), lambda: compat.row_index(ranges, device))
+        index = worker.cached(("index", reused), lambda: compat_attention.row_index(ranges, device))
         return index, worker.cached(("metadata", reused), lambda: self.metadata_of_rows(metadata, ranges, index))
 
-    def _measure(self, worker: MapWorker, number: int, query: torch.Tensor, kv: PagedKV) -> None:
+    def _measure(
+        self, worker: MapWorker, number: int, query: torch.Tensor, kv: PagedKV, row_lse: torch.Tensor | None
+    ) -> None:
         try:
-            worker.measure(number, query, kv, self.scale)
+            worker.measure(number, query, kv, self.scale, row_lse)
         except Exception:
             logger.exception("mapflow: layer %d could not be captured", number)
             worker.counters.add("capture_failed", "internal")

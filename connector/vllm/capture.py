@@ -50,8 +50,20 @@ class StepCapture(Protocol):
         """A request ended: keep what the next turn can go on from, drop the rest."""
         ...
 
+    @property
+    def takes_row_lse(self) -> bool:
+        """Whether `measure` can use the rows' log-sum-exps in layers with tiles."""
+        ...
+
     def measure(
-        self, layer: int, want: LayerWant, rows: Sequence[BatchRow], query: torch.Tensor, kv: PagedKV, scale: float
+        self,
+        layer: int,
+        want: LayerWant,
+        rows: Sequence[BatchRow],
+        query: torch.Tensor,
+        kv: PagedKV,
+        scale: float,
+        row_lse: torch.Tensor | None = None,
     ) -> list[FinishedMap]:
         """Take in one step's rows at one layer; returns the chunks that are complete now.
 
@@ -62,6 +74,7 @@ class StepCapture(Protocol):
             query: float [num_tokens, num_heads, head_dim], the whole batch.
             kv: the layer's paged keys, those of this step included.
             scale: factor of the scores.
+            row_lse: float32 [num_heads, num_tokens], log2 of the sum of exp(score), if it is known of every row.
         """
         ...
 
@@ -98,8 +111,20 @@ class Capture:
         """As `StepCapture.end`."""
         self._states.end(request_id)
 
+    @property
+    def takes_row_lse(self) -> bool:
+        """As `StepCapture.takes_row_lse`."""
+        return False
+
     def measure(
-        self, layer: int, want: LayerWant, rows: Sequence[BatchRow], query: torch.Tensor, kv: PagedKV, scale: float
+        self,
+        layer: int,
+        want: LayerWant,
+        rows: Sequence[BatchRow],
+        query: torch.Tensor,
+        kv: PagedKV,
+        scale: float,
+        row_lse: torch.Tensor | None = None,
     ) -> list[FinishedMap]:
         """As `StepCapture.measure`."""
         return [item for row in rows for item in self.add(layer, want, row, query, kv, scale)]

@@ -6,7 +6,9 @@ left of it, if they follow on, else they are left out up to the next block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 
@@ -20,10 +22,12 @@ class LayerState:
     """One request at one layer: rows [begin, end) of the unfinished block row, and the parts of unfinished chunks.
 
     partial: of those rows, float32 [num_heads, columns] sums of probabilities; or if `tiled` their queries
-    [rows, num_heads, head_dim]. Never changed in place.
+    [rows, num_heads, head_dim], and row_lse their log-sum-exps, float32 [num_heads, rows], where vLLM said them. Never
+    changed in place.
     """
 
     partial: torch.Tensor | None = None
+    row_lse: torch.Tensor | None = None
     tiled: bool = False
     begin: int = 0
     end: int = 0
@@ -32,7 +36,7 @@ class LayerState:
     def copy(self) -> LayerState:
         """One that goes its own way."""
         parts = {chunk: list(parts) for chunk, parts in self.parts.items()}
-        return LayerState(partial=self.partial, tiled=self.tiled, begin=self.begin, end=self.end, parts=parts)
+        return replace(self, parts=parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,10 +74,11 @@ class Span:
         """Rows [begin, end), which lie at `out_begin` of a query tensor."""
         return RowSegment(row_begin=begin, row_end=end, out_begin=out_begin, block_table=self.row.block_table)
 
-    def keep(self, partial: torch.Tensor | None, *, tiled: bool) -> None:
+    def keep(self, partial: torch.Tensor | None, *, tiled: bool = False, row_lse: torch.Tensor | None = None) -> None:
         """Leave rows [whole_end, end) for the next step."""
         state = self.state
-        state.partial, state.tiled, state.begin, state.end = partial, tiled, self.whole_end, self.end
+        state.partial, state.row_lse, state.tiled = partial, row_lse, tiled
+        state.begin, state.end = self.whole_end, self.end
 
 
 def next_span(row: BatchRow, state: LayerState, tiled: bool, chunk_tokens: int, block: int) -> Span | None:
@@ -102,3 +107,60 @@ def parts_of(span: Span, slot: int, chunk_tokens: int) -> list[tuple[Span, int, 
         part = Part(first_block_row=first, num_rows=high // block - first, slot=slot + first - span.first // block)
         found.append((span, chunk, part))
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WholeRows:
+    """The rows of spans' whole block rows, where tiles are stored.
+
+    Attributes:
+        segments: of each span.
+        query: what the segments refer to.
+        row_lse: float32 [num_heads, rows of `query`], log2 of the sum of exp(score); None unless known of all rows.
+    """
+
+    segments: list[RowSegment]
+    query: torch.Tensor
+    row_lse: torch.Tensor | None
+
+
+def whole_rows(spans: Sequence[Span], query: torch.Tensor, row_lse: torch.Tensor | None) -> WholeRows:
+    """Gathered where a span goes on from a partial, else where they lie in the batch.
+
+    query: [rows of the batch, num_heads, head_dim]. row_lse: float32 [num_heads, rows of the batch] or None.
+    """
+    if not any(span.first < span.fresh for span in spans):
+        segments = [span.segment(span.first, span.whole_end, span.at(span.first)) for span in spans]
+        return WholeRows(segments=segments, query=query, row_lse=row_lse)
+    queries: list[torch.Tensor] = []
+    log_sums: list[torch.Tensor | None] = []
+    for span in spans:
+        if span.first < span.fresh:
+            queries.append(span.partial)
+            log_sums.append(span.state.row_lse)
+        fresh = slice(span.at(span.fresh), span.at(span.whole_end))
+        queries.append(query[fresh])
+        log_sums.append(None if row_lse is None else row_lse[:, fresh])
+    places = accumulate((span.whole_end - span.first for span in spans), initial=0)
+    known = [one for one in log_sums if one is not None]
+    return WholeRows(
+        segments=[span.segment(span.first, span.whole_end, place) for span, place in zip(spans, places)],
+        query=torch.cat(queries),
+        row_lse=torch.cat(known, dim=1) if len(known) == len(queries) else None,
+    )
+
+
+def keep_rows(span: Span, query: torch.Tensor, row_lse: torch.Tensor | None) -> None:
+    """Leave the queries of a span's last, unfinished block row for the next step, and their log-sum-exps if known."""
+    begin = span.whole_end
+    if begin == span.end:
+        span.keep(None, tiled=True)
+        return
+    fresh = slice(span.at(max(span.fresh, begin)), span.at(span.end))
+    queries, log_sums = [query[fresh]], [None if row_lse is None else row_lse[:, fresh]]
+    if span.fresh > begin:
+        queries.insert(0, span.partial)
+        log_sums.insert(0, span.state.row_lse)
+    known = [one for one in log_sums if one is not None]
+    kept = torch.cat(known, dim=1) if len(known) == len(queries) else None
+    span.keep(torch.cat(queries), tiled=True, row_lse=kept)

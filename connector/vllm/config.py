@@ -40,6 +40,7 @@ class ConnectorConfig:
         skip_queries: whether rows that `translate` reuses go without their Q projection.
         cost_model: whether a GPU computes layers whose maps would come too late, and steps that reuse makes slower.
         gpu_tier: whether maps that the daemon has copied to this GPU are read in place.
+        row_stride: a sender on a GPU measures every so-manieth row's masses; a divisor of the block.
         capture_bytes: GPU memory in which a sender's maps wait to be copied to the host, on top likewise; 0 for what
             the plans need as a rule (256 MiB for guide or without plans, 2 GiB with translate).
     """
@@ -58,6 +59,7 @@ class ConnectorConfig:
     skip_queries: bool = True
     cost_model: bool = True
     gpu_tier: bool = True
+    row_stride: int = 4
     capture_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -72,6 +74,8 @@ class ConnectorConfig:
         for name in ("staging_bytes", "capture_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"mapflow setting {name} must be 0 or more, got {getattr(self, name)}")
+        if self.row_stride not in (1, 2, 4, 8, 16, 32, 64):
+            raise ConfigError(f"mapflow setting row_stride must be a power of two up to 64, got {self.row_stride}")
         if self.block not in (64, 128) or self.chunk_tokens % self.block:
             raise ConfigError(
                 f"mapflow settings block={self.block} and chunk_tokens={self.chunk_tokens}: "
@@ -99,6 +103,7 @@ class ConnectorConfig:
             "skip_queries": _boolean,
             "cost_model": _boolean,
             "gpu_tier": _boolean,
+            "row_stride": int,
             "capture_bytes": int,
         }
         values: dict[str, object] = {}

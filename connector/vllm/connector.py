@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from mapflow.connector.vllm import compat
+from mapflow.connector.vllm import compat, compat_attention
 from mapflow.connector.vllm.capture import Capture, StepCapture
 from mapflow.connector.vllm.config import ConfigError
 from mapflow.connector.vllm.device_arenas import DeviceArenas
@@ -118,9 +118,14 @@ class MapFlowConnector(KVConnectorBase_V1):
             from mapflow.connector.vllm.gpu import GpuSender  # needs Triton
 
             if GpuSender.can_measure(engine.facts):
-                defer, counters = self._publisher.defer, engine.counters
                 self._gpu_sender = GpuSender(
-                    engine.plans, device, engine.config.capture_bytes, defer=defer, counters=counters, **sizes
+                    engine.plans,
+                    device,
+                    engine.config.capture_bytes,
+                    defer=self._publisher.defer,
+                    counters=engine.counters,
+                    row_stride=engine.config.row_stride,
+                    **sizes,
                 )
                 return self._gpu_sender.capture
         return Capture(**sizes)
@@ -212,7 +217,7 @@ class MapFlowConnector(KVConnectorBase_V1):
         users = [one for one in (self._gpu, self._gpu_sender) if one is not None]
         if not users or engine is None or cache is None:
             return
-        kv = compat.flash_paged_kv(cache, engine.facts.head_dim)
+        kv = compat_attention.flash_paged_kv(cache, engine.facts.head_dim)
         num_heads = engine.facts.num_heads // engine.facts.tp_size
         for one in users:
             self._safely(partial(one.warm_up, kv, num_heads, self._max_tokens), None)

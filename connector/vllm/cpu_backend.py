@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from mapflow.connector.vllm import compat, query_skip
+from mapflow.connector.vllm import compat_attention, query_skip
 from mapflow.connector.vllm.attention import ReusingAttention
 from mapflow.connector.vllm.batch import RowRange
 from mapflow.kernels.paged import PagedKV
@@ -28,7 +28,7 @@ class MapFlowCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> CPUAttentionMetadata:
         """As vLLM's, plus the source that metadata of fewer rows is built from."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        compat.remember_source(metadata, self, common_attn_metadata)
+        compat_attention.remember_source(metadata, self, common_attn_metadata)
         return metadata
 
 
@@ -37,11 +37,11 @@ class MapFlowCPUImpl(ReusingAttention, CPUAttentionBackendImpl):
 
     def paged_kv(self, layer: Any, kv_cache: torch.Tensor) -> PagedKV | None:
         """The cache; None for an instruction set whose packing is unknown."""
-        return compat.cpu_paged_kv(kv_cache, layer.isa)
+        return compat_attention.cpu_paged_kv(kv_cache, layer.isa)
 
     def metadata_of_rows(self, metadata: Any, ranges: Sequence[RowRange], index: torch.Tensor | slice) -> Any:
         """Built by vLLM's own builder."""
-        return compat.cpu_metadata_of_rows(metadata, ranges, index)
+        return compat_attention.cpu_metadata_of_rows(metadata, ranges, index)
 
 
 class MapFlowCPUBackend(CPUAttentionBackend):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from mapflow.connector.vllm import compat, query_skip
+from mapflow.connector.vllm import compat_attention, query_skip
 from mapflow.connector.vllm.attention import ReusingAttention
 from mapflow.connector.vllm.batch import RowRange
 from mapflow.kernels.paged import PagedKV
@@ -28,7 +28,7 @@ class MapFlowFlashMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         """As vLLM's, plus the batch's shape on the host."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        compat.remember_source(metadata, self, common_attn_metadata)
+        compat_attention.remember_source(metadata, self, common_attn_metadata)
         return metadata
 
 
@@ -37,11 +37,15 @@ class MapFlowFlashImpl(ReusingAttention, FlashAttentionImpl):
 
     def paged_kv(self, layer: Any, kv_cache: torch.Tensor) -> PagedKV | None:
         """K and V lie next to each other in the cache's last dimension."""
-        return compat.flash_paged_kv(kv_cache, self.head_size)
+        return compat_attention.flash_paged_kv(kv_cache, self.head_size)
+
+    def with_row_lse(self, attend: Callable[[], object]) -> torch.Tensor | None:
+        """FlashAttention computes it anyway."""
+        return compat_attention.flash_row_lse(attend)
 
     def metadata_of_rows(self, metadata: Any, ranges: Sequence[RowRange], index: torch.Tensor | slice) -> Any:
         """Made here: vLLM's builder would overwrite buffers that belong to the whole batch's metadata."""
-        return compat.flash_metadata_of_rows(metadata, ranges)
+        return compat_attention.flash_metadata_of_rows(metadata, ranges)
 
 
 class MapFlowFlashBackend(FlashAttentionBackend):

@@ -52,16 +52,24 @@ class GpuSender:
         block: int,
         defer: Defer,
         counters: Counters,
+        row_stride: int,
     ) -> None:
         """capture_bytes: of GPU memory; 0 for what the plans' modes need as a rule. defer: the publisher's.
+
+        row_stride: see `KernelCapture`.
 
         Raises:
             torch.OutOfMemoryError: the memory is not there.
         """
-        self._chunk_tokens, self._block = chunk_tokens, block
+        self._chunk_tokens, self._block, self._row_stride = chunk_tokens, block, row_stride
         buffer = CaptureBuffer(capture_bytes or staging_bytes_for(plans), device)
         self.capture = KernelCapture(
-            chunk_tokens=chunk_tokens, block=block, buffer=buffer, defer=defer, counters=counters
+            chunk_tokens=chunk_tokens,
+            block=block,
+            buffer=buffer,
+            defer=defer,
+            counters=counters,
+            row_stride=row_stride,
         )
 
     @staticmethod
@@ -73,7 +81,7 @@ class GpuSender:
         """Compile every kernel that anybody's interests may ask for, for one layer's cache."""
         Warmer(
             kv=kv, num_heads=num_heads, block=self._block, chunk_tokens=self._chunk_tokens, max_tokens=max_tokens
-        ).warm_sender(TILE_DTYPES)
+        ).warm_sender(TILE_DTYPES, row_strides={1, self._row_stride})
 
 
 class GpuReuse:

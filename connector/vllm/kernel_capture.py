@@ -4,9 +4,13 @@ Stands in for `capture.Capture`. The step only launches kernels; their results l
 publisher's thread has copied them. A block row counts once all of its rows were measured, in one step or several:
 
 - Without tiles, a block row that a step leaves unfinished is kept as its sums so far, float32 [num_heads, columns], and
-  the next step adds to them. Keys are e4m3.
+  the next step adds to them.
 - With tiles, its queries are kept, at most `block - 1` rows, and measured together with the rest: which blocks are
-  worth a tile is known only when the row is whole, and tiles need its queries. Keys are exact, as tiles need them.
+  worth a tile is known only when the row is whole, and tiles need its queries.
+
+Masses are measured of every `row_stride`-th row with e4m3 keys. Tiles need every row's exact log-sum-exp. vLLM's own
+attention has it; where it was not said (rows that were cascaded, or reused in part), masses are measured of every row
+with exact keys, which costs as much as the layer's attention.
 
 What finds no room in the buffer is left out of its maps and counted (`publish_dropped`, `capture_busy`).
 """
@@ -23,7 +27,7 @@ from mapflow.connector.counters import Counters
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.capture import FinishedMap
 from mapflow.connector.vllm.capture_buffer import CaptureBuffer
-from mapflow.connector.vllm.capture_spans import LayerState, Span, next_span, parts_of
+from mapflow.connector.vllm.capture_spans import LayerState, Span, keep_rows, next_span, parts_of, whole_rows
 from mapflow.connector.vllm.capture_states import CaptureStates
 from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Piece
 from mapflow.connector.wants import LayerWant
@@ -74,10 +78,17 @@ class KernelCapture:
     """The captures of all requests of a worker that are under way."""
 
     def __init__(
-        self, *, chunk_tokens: int, block: int, buffer: CaptureBuffer, defer: Defer, counters: Counters
+        self,
+        *,
+        chunk_tokens: int,
+        block: int,
+        buffer: CaptureBuffer,
+        defer: Defer,
+        counters: Counters,
+        row_stride: int = 1,
     ) -> None:
-        """buffer: where results wait for `defer`'s thread to fetch them."""
-        self._chunk_tokens, self._block = chunk_tokens, block
+        """buffer: where results wait for `defer`'s thread to fetch them. row_stride: a divisor of the block."""
+        self._chunk_tokens, self._block, self._row_stride = chunk_tokens, block, row_stride
         self._buffer, self._defer, self._counters = buffer, defer, counters
         self._states = CaptureStates(LayerState)
         self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
@@ -91,8 +102,20 @@ class KernelCapture:
         """As `capture.StepCapture.end`."""
         self._states.end(request_id)
 
+    @property
+    def takes_row_lse(self) -> bool:
+        """As `capture.StepCapture.takes_row_lse`."""
+        return True
+
     def measure(
-        self, layer: int, want: LayerWant, rows: Sequence[BatchRow], query: torch.Tensor, kv: PagedKV, scale: float
+        self,
+        layer: int,
+        want: LayerWant,
+        rows: Sequence[BatchRow],
+        query: torch.Tensor,
+        kv: PagedKV,
+        scale: float,
+        row_lse: torch.Tensor | None = None,
     ) -> list[FinishedMap]:
         """As `capture.StepCapture.measure`, for bf16 or fp16 queries that `guide.guide_attention` takes."""
         tiled = want.tile_top_p > 0
@@ -103,7 +126,7 @@ class KernelCapture:
         sizes = (self._chunk_tokens, self._block)
         spans = [span for row in rows if (span := next_span(row, states[id(row)], tiled, *sizes)) is not None]
         if spans and tiled:
-            self._measure_tiles(spans, want, query, kv, scale)
+            self._measure_tiles(spans, want, query, kv, scale, row_lse)
         elif spans:
             self._measure_masses(spans, want, query, kv, scale)
         done: list[FinishedMap] = []
@@ -124,7 +147,7 @@ class KernelCapture:
         self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
     ) -> None:
         segments = [span.segment(span.fresh, span.end, span.at(span.fresh)) for span in spans]
-        tables = self._tables_of(segments, query, kv)
+        tables = self._tables_of(segments, query, kv, self._row_stride)
         mass = tables.no_mass()
         for span, slot in zip(spans, tables.slots):
             if span.first < span.fresh:
@@ -134,39 +157,34 @@ class KernelCapture:
             begin = span.whole_end
             last = slot + span.num_whole
             partial = mass[last, :, : begin // self._block + 1].clone() if begin < span.end else None
-            span.keep(partial, tiled=False)
+            span.keep(partial)
         if any(span.num_whole for span in spans):
             self._store(spans, tables, tables.layout(None), want, mass, None)
 
     def _measure_tiles(
-        self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
+        self,
+        spans: Sequence[Span],
+        want: LayerWant,
+        query: torch.Tensor,
+        kv: PagedKV,
+        scale: float,
+        row_lse: torch.Tensor | None,
     ) -> None:
         whole = [span for span in spans if span.num_whole]
-        ends = [span.whole_end for span in whole]
-        if any(span.first < span.fresh for span in whole):
-            runs: list[torch.Tensor] = []
-            for span, end in zip(whole, ends):
-                runs += [span.partial] if span.first < span.fresh else []
-                runs.append(query[span.at(span.fresh) : span.at(end)])
-            lengths = [end - span.first for span, end in zip(whole, ends)]
-            places = list(accumulate(lengths[:-1], initial=0))
-            own_query = torch.cat(runs)
-        else:
-            places, own_query = [span.at(span.first) for span in whole], query
-        segments = [span.segment(span.first, end, place) for span, end, place in zip(whole, ends, places)]
+        rows = whole_rows(whole, query, row_lse)
         for span in spans:
-            begin = span.whole_end
-            fresh = query[span.at(max(span.fresh, begin)) : span.at(span.end)]
-            kept = [span.partial] if span.fresh > begin else []
-            span.keep(torch.cat([*kept, fresh]) if begin < span.end else None, tiled=True)
+            keep_rows(span, query, row_lse)
         if not whole:
             return
-        tables = self._tables_of(segments, own_query, kv)
+        exact = rows.row_lse is None
+        tables = self._tables_of(rows.segments, rows.query, kv, 1 if exact else self._row_stride)
         layout, mass = tables.layout(TILE_DTYPE_BY_NAME[want.tile_dtype]), tables.no_mass()
-        block_masses(own_query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, key_dtype=None)
+        keys = {"key_dtype": None} if exact else {}
+        block_masses(rows.query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, **keys)
+        lse = tables.row_lse if rows.row_lse is None else rows.row_lse
 
         def store(data: torch.Tensor) -> None:
-            self._store_tiles(data, layout, tables, want, mass, own_query, kv, scale)
+            self._store_tiles(data, layout, tables, want, mass, rows.query, lse, kv, scale)
 
         self._store(whole, tables, layout, want, mass, store)
 
@@ -195,7 +213,8 @@ class KernelCapture:
             if store_tiles_in is not None:
                 store_tiles_in(data)
             layout.finite(data).copy_(mass.sum((1, 2)).isfinite())
-            mean = mass.mul_(self._head_mask(want, layout.num_heads)[:, None] / self._block)
+            measured_rows = self._block // tables.tasks.row_stride
+            mean = mass.mul_(self._head_mask(want, layout.num_heads)[:, None] / measured_rows)
             layout.mass(data).copy_(quantise_mass(mean))
             piece = Piece(self._buffer, room, layout, [part for _, _, part in parts])
             is_taken = self._defer(piece.fetch)
@@ -217,6 +236,7 @@ class KernelCapture:
         want: LayerWant,
         mass: torch.Tensor,
         query: torch.Tensor,
+        row_lse: torch.Tensor,
         kv: PagedKV,
         scale: float,
     ) -> None:
@@ -237,16 +257,16 @@ class KernelCapture:
             kv,
             tables.rows,
             index,
-            tables.row_lse,
+            row_lse,
             scale=scale,
             tile_dtype=layout.tile_dtype,
             arena=arena,
             offsets=offsets.index_select(0, slot_of_line),
         )
 
-    def _tables_of(self, segments: Sequence[RowSegment], query: torch.Tensor, kv: PagedKV) -> _Tables:
+    def _tables_of(self, segments: Sequence[RowSegment], query: torch.Tensor, kv: PagedKV, row_stride: int) -> _Tables:
         places = ((id(one.block_table), one.row_begin, one.row_end, one.out_begin) for one in segments)
-        key = ((*query.shape[:2], kv.num_kv_heads), *places)
+        key = ((*query.shape[:2], kv.num_kv_heads, row_stride), *places)
         if key not in self._tables:
             rows = BlockRows.from_segments(
                 segments, block=self._block, num_batch_rows=query.shape[0], device=query.device
@@ -254,7 +274,7 @@ class KernelCapture:
             counts = [len(one.block_rows(self._block)) for one in segments]
             self._tables[key] = _Tables(
                 rows=rows,
-                tasks=MassTasks.build(rows, group=query.shape[1] // kv.num_kv_heads),
+                tasks=MassTasks.build(rows, group=query.shape[1] // kv.num_kv_heads, row_stride=row_stride),
                 slots=list(accumulate(counts[:-1], initial=0)),
                 row_lse=torch.empty(query.shape[1], query.shape[0], device=query.device),
                 line_of_slot=rows.lines[:, 6].argsort(),

@@ -233,14 +233,23 @@ class MapWorker:
         for entry in self._reuse.entries:
             entry.ranges.clear()
 
-    def measure(self, layer: int, query: torch.Tensor, kv: PagedKV, scale: float) -> None:
-        """Capture this layer's rows of the requests that are to be published."""
+    def takes_row_lse(self, layer: int) -> bool:
+        """Whether `measure` can use the log-sum-exps of this layer's rows in this step."""
+        want = self._step_wants.get(layer)
+        if self._capture is None or want is None or not want.tile_top_p or not self._capture.takes_row_lse:
+            return False
+        return any(step.capture for step in self._steps)
+
+    def measure(
+        self, layer: int, query: torch.Tensor, kv: PagedKV, scale: float, row_lse: torch.Tensor | None = None
+    ) -> None:
+        """Capture this layer's rows of the requests that are to be published; arguments as in `StepCapture`."""
         want = self._step_wants.get(layer)
         if self._capture is None or want is None or not self._rows:
             return
         rows = [row for row in self._rows.values() if row.step.capture]
         if rows:
-            self._finished += self._capture.measure(layer, want, rows, query, kv, scale)
+            self._finished += self._capture.measure(layer, want, rows, query, kv, scale, row_lse)
 
     # --- reading maps ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -76,12 +77,19 @@ class Captures:
     counters: Counters = field(default_factory=Counters)
     jobs: list[Callable[[], None]] = field(default_factory=list)
     accepts: bool = True
+    row_stride: int = 1
+    says_row_lse: Callable[[int], bool] = lambda step: False
+    num_steps: int = 0
 
     def __post_init__(self) -> None:
         sizes = {"chunk_tokens": CHUNK, "block": BLOCK}
         self.buffer = CaptureBuffer(self.buffer_bytes, self.prompts.device)
         self.reference = Capture(**sizes)
-        self.kernels = KernelCapture(**sizes, buffer=self.buffer, defer=self._defer, counters=self.counters)
+        self.kernels = KernelCapture(
+            **sizes, buffer=self.buffer, defer=self._defer, counters=self.counters, row_stride=self.row_stride
+        )
+            **sizes, buffer=self.buffer, defer=self._defer, counters=self.counters, row_stride=self.row_stride
+        )
 
     def _defer(self, job: Callable[[], None]) -> bool:
         if self.accepts:
@@ -114,8 +122,22 @@ class Captures:
             runs.append(self.prompts.queries[one.prompt][one.begin : one.end])
         query = torch.cat(runs)
         self.kernels.begin_step()
-        got = self.kernels.measure(0, self.want, rows, query.to(self.prompts.device), self.prompts.kv, SCALE)
+        lse = self.row_lse(*requests) if self.says_row_lse(self.num_steps) else None
+        self.num_steps += 1
+        got = self.kernels.measure(0, self.want, rows, query.to(self.prompts.device), self.prompts.kv, SCALE, lse)
         return got, self.reference.measure(0, self.want, host_rows, query, self.prompts.host_kv, SCALE)
+
+    def row_lse(self, *requests: Rows) -> torch.Tensor:
+        """As vLLM's attention says it, one row in front."""
+        found = [torch.full((HEADS, 1), torch.nan)]
+        for one in requests:
+            keys = self.prompts.host_kv.gather_keys(self.prompts.tables[one.prompt], 0, one.end).double()
+            keys = keys.repeat_interleave(HEADS // KV_HEADS, 1)
+            query = self.prompts.queries[one.prompt][one.begin : one.end].double()
+            scores = torch.einsum("qhd,khd->hqk", query, keys) * SCALE
+            future = torch.ones(one.end, one.end, dtype=torch.bool).triu(1)[one.begin :]
+            found.append((scores.masked_fill(future, -torch.inf).logsumexp(-1) / math.log(2)).float())
+        return torch.cat(found, dim=1).to(self.prompts.device)
 
     def end(self, name: str) -> None:
         self.kernels.end(name)
@@ -181,6 +203,57 @@ def test_as_the_reference(device: torch.device, want: LayerWant, edges: Sequence
     done = captures.run(*cut(0, *edges))
     assert [item.chunk.index for item in done] == [0, 1, 2]
     assert all(bool(fetched(item).measured.all()) for item in done)
+
+
+@pytest.mark.parametrize("edges", [(0, 421), (0, 44, 344, 421), (0, 1, 63, 65, 256, 400, 410, 421)], ids=str)
+def test_every_fourth_row_of_masses(device: torch.device, edges: Sequence[int]) -> None:
+    """However prefill is cut, the same rows: means of them, which sum to 1, and near those of all rows."""
+    prompts = Prompts(device, 421)
+    whole, cuts = Captures(prompts, LayerWant(), row_stride=4), Captures(prompts, LayerWant(), row_stride=4)
+    wanted, reference = whole.step(Rows(0, 0, 421))
+    got = [item for step in cut(0, *edges) for item in cuts.step(*step)[0]]
+    whole.fetch(), cuts.fetch()
+    for ours, alone, exact in zip(got, wanted, reference, strict=True):
+        assert isinstance(exact.map, AttentionMap)
+        mass, of_all = decode_mass(fetched(ours).mass), decode_mass(exact.map.mass)
+        assert int((fetched(ours).mass.int() - fetched(alone).mass.int()).abs().max()) <= 1
+        torch.testing.assert_close(mass.sum(-1), torch.ones(mass.shape[:2]), atol=0.02, rtol=0.0)
+        assert 0.02 < float((mass - of_all).norm() / of_all.norm()) < 0.4
+
+
+@pytest.mark.parametrize("says", [(True,) * 7, (True, False) * 4], ids=["always", "sometimes"])
+@pytest.mark.parametrize("edges", [(0, 421), (0, 44, 344, 421), (0, 1, 63, 65, 256, 400, 410, 421)], ids=str)
+def test_tiles_with_the_log_sum_exps_of_the_engine(
+    device: torch.device, edges: Sequence[int], says: Sequence[bool]
+) -> None:
+    """The same tiles where both keep them; what is kept is chosen by fewer rows, where the engine said all of them."""
+    captures = Captures(Prompts(device, 421), TILES, row_stride=4, says_row_lse=lambda step: says[step])
+    got, wanted = [], []
+    for step in cut(0, *edges):
+        ours, theirs = captures.step(*step)
+        got += ours
+        wanted += theirs
+    captures.fetch()
+    both = either = 0
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert isinstance(theirs.map, AttentionMap)
+        mine, exact = tiles_by_place(fetched(ours)), tiles_by_place(theirs.map)
+        both, either = both + len(mine.keys() & exact.keys()), either + len(mine.keys() | exact.keys())
+        for place in mine.keys() & exact.keys():
+            steps = (mine[place].view(torch.uint8).int() - exact[place].view(torch.uint8).int()).abs()
+            assert int(steps.max()) <= 1 and float((steps != 0).float().mean()) < 0.03
+    assert both > 0.8 * either > 0
+
+
+def tiles_by_place(one: AttentionMap) -> dict[tuple[int, int, int], torch.Tensor]:
+    """(head, block row, column) -> values."""
+    tiles, found = one.tiles, {}
+    assert tiles is not None
+    for head, indptr in enumerate(tiles.indptr.tolist()):
+        for row, (begin, end) in enumerate(itertools.pairwise(indptr)):
+            for tile in range(begin, end):
+                found[head, row, int(tiles.indices[tile])] = tiles.values[tile]
+    return found
 
 
 @pytest.mark.parametrize("want", [LayerWant(), LayerWant(tile_top_p=0.7, tile_dtype="bf16")], ids=["masses", "tiles"])
