@@ -79,7 +79,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "enforce_eager": arguments.eager,
     }
     if torch.cuda.is_available():
-        return options | {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 12 << 30, "dtype": "bfloat16"}
+        return options | {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 6 << 30, "dtype": "bfloat16"}
     return options | {"dtype": "float32", "block_size": 32}
 
 

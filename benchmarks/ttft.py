@@ -1,9 +1,10 @@
 """TTFT with and without reuse: `python benchmarks/ttft.py`, one command, real vLLM engines and a real daemon.
 
 Engines live side by side on one GPU and answer in turn, so that what changes over time hits all alike: plain vLLM, vLLM
-with the plugin (a miss, guide, translate), and a receiver that estimates its blocks itself (FlexPrefill's way). Prints
-a table and writes `benchmarks/results/ttft-<gpu>.json` with every sample. Weights are random and maps synthetic, of a
-stated density (`ttft_setup.py`).
+with the plugin (a miss, guide, translate), and a receiver that estimates its blocks itself (FlexPrefill's way). Then
+plain vLLM again beside an engine that reads from the daemon's arena on the GPU. Prints a table and writes
+`benchmarks/results/ttft-<gpu>.json` with every sample. Weights are random and maps synthetic, of a stated density
+(`ttft_setup.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Variant:
 
     mode: str  # as in the results
     engine: str  # which of the engines answers
-    tier: str
+    tier: str = ""
     plan: str = ""  # of the engine's plans; empty for none
     r: int = 0
     density: float = 1.0
@@ -52,46 +53,44 @@ def first_layers(layers: int) -> list[int]:
     return sorted({min(3, layers - 1), layers // 3})
 
 
-def variants(layers: int, arguments: argparse.Namespace) -> list[Variant]:
-    """What is measured, plain vLLM first."""
-    found = [
-        Variant(mode="plain", engine="plain", tier=""),
-        Variant(mode="exact", engine="mapflow", tier=""),
-        Variant(mode="miss", engine="mapflow", tier=""),
-    ]
+def variants(layers: int, tier: str, arguments: argparse.Namespace) -> list[Variant]:
+    """What is measured with maps in that tier, plain vLLM first."""
+    found = [Variant(mode="plain", engine="plain")]
+    if tier == "pinned":
+        found += [Variant(mode="exact", engine="pinned"), Variant(mode="miss", engine="pinned")]
     for r in first_layers(layers):
         guide = {"r": r, "density": arguments.guide_density}
-        found.append(Variant(mode="guide", engine="mapflow", tier="pinned", plan=f"guide-{r}", **guide))
-        found.append(Variant(mode="online", engine="online", tier="", plan=f"static-{r}", **guide))
+        found.append(Variant(mode="guide", engine=tier, tier=tier, plan=f"guide-{r}", **guide))
+        if tier == "pinned" and torch.cuda.is_available():
+            found.append(Variant(mode="online", engine="online", plan=f"static-{r}", **guide))
         translate = {"r": r, "density": arguments.translate_density, "k": 1}
-        found.append(Variant(mode="translate", engine="mapflow", tier="pinned", plan=f"translate-{r}", **translate))
+        found.append(Variant(mode="translate", engine=tier, tier=tier, plan=f"translate-{r}", **translate))
     return found
 
 
 @contextmanager
 def engines(
-    folder: Path, receiver: Path, plans: dict[str, Plan], endpoint: str, arguments: argparse.Namespace
+    names: Collection[str],
+    folder: Path,
+    receiver: Path,
+    plans: dict[str, Plan],
+    endpoint: str,
+    arguments: argparse.Namespace,
 ) -> Iterator[dict[str, Engine]]:
-    """All engines, started together."""
+    """Those of the variants, started together: "plain", "online", and one that is named like the tier it reads."""
 
-    def transfer(names: Sequence[str]) -> dict[str, Any]:
-        paths = [str(folder / f"{name}.safetensors") for name in names]
-        extra = {"endpoint": endpoint, "plan": paths, "lookup_deadline_s": 1.0}
-        return {"kv_connector": "mapflow", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
+    def settings(name: str) -> dict[str, Any]:
+        common = {"model": str(receiver), "engine": engine_options(arguments), "online_density": None}
+        if name == "plain":
+            return {**common, "transfer": None}
+        is_online = name == "online"
+        own = [str(folder / f"{plan}.safetensors") for plan in plans if plan.startswith("static") == is_online]
+        extra = {"endpoint": endpoint, "plan": own, "lookup_deadline_s": 1.0, "gpu_tier": name == "gpu"}
+        transfer = {"kv_connector": "mapflow", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
+        density = arguments.guide_density if is_online else None
+        return {**common, "transfer": transfer, "online_density": density}
 
-    common = {"model": str(receiver), "engine": engine_options(arguments)}
-    settings = {
-        "plain": {**common, "transfer": None, "online_density": None},
-        "mapflow": {
-            **common,
-            "transfer": transfer([name for name in plans if not name.startswith("static")]),
-            "online_density": None,
-        },
-    }
-    if torch.cuda.is_available():
-        static = transfer([name for name in plans if name.startswith("static")])
-        settings["online"] = {**common, "transfer": static, "online_density": arguments.guide_density}
-    running = {name: Engine(one, (arguments.logs or folder) / f"{name}.log") for name, one in settings.items()}
+    running = {name: Engine(settings(name), (arguments.logs or folder) / f"{name}.log") for name in names}
     try:
         for one in running.values():
             one.wait()
@@ -104,39 +103,55 @@ def engines(
 def measure(
     running: dict[str, Engine], wanted: Sequence[Variant], context: int, prompts: dict[str, list[int]], repeats: int
 ) -> list[dict[str, Any]]:
-    """Repeats of every variant, in an order that changes, at one context, after one round that does not count."""
+    """Repeats of every variant, in an order that changes, at one context, between two rounds that do not count."""
+
+    def ask(one: Variant, number: int, *, report: bool) -> dict[str, Any]:
+        prompt, mapflow = prompts.get(one.plan, prompts["exact"]), None
+        if one.mode == "exact":
+            mapflow = {"reuse": False}
+        elif one.mode == "miss":
+            prompt, mapflow = make_prompt(context, 10_000 + number), {"report": report}
+        elif one.plan:
+            mapflow = {"plan": one.plan, "report": report}
+        # a report of the last prefill step comes with the step after it
+        return running[one.engine].ask(prompt, mapflow, max_tokens=2 if report else 1)
+
+    for one in wanted:
+        rounds = 3 if one.tier == "gpu" else 1  # copies to the GPU are made after the first
+        _check(one, context, [ask(one, number, report=True)["report"] for number in range(rounds)])
     samples: dict[Variant, list[float]] = {one: [] for one in wanted}
     chance = random.Random(context)
-    for repeat in range(repeats + 1):
+    for repeat in range(repeats):
         for one in chance.sample(wanted, len(wanted)):  # what a GPU did before tells in its clocks
-            mapflow: dict[str, Any] | None = None
-            prompt = prompts.get(one.plan, prompts["exact"])
-            if one.mode == "exact":
-                mapflow = {"reuse": False}
-            elif one.mode == "miss":
-                prompt, mapflow = make_prompt(context, 10_000 + repeat), {"report": True}
-            elif one.plan:
-                mapflow = {"plan": one.plan, "report": repeat == 0}
-            # a report of the last prefill step comes with the step after it
-            answer = running[one.engine].ask(prompt, mapflow, max_tokens=1 if repeat else 2)
-            if repeat == 0:
-                _check(one, context, answer["report"])
-            else:
-                samples[one].append(answer["ms"])
+            samples[one].append(ask(one, 100 + repeat, report=False)["ms"])
     full = statistics.median(samples[wanted[0]])
-    return [_case(one, context, samples[one], full) for one in wanted]
+    return [_case(one, context, samples[one], full, ask(one, 1000, report=True)["report"]) for one in wanted]
 
 
-def _check(variant: Variant, context: int, report: dict[str, Any] | None) -> None:
-    """That the round before the measured ones did what its name says."""
-    if variant.plan and (report is None or report["reused_tokens"] < context - 2 * CHUNK_TOKENS or report["reasons"]):
-        raise RuntimeError(f"{variant.plan} at {context} tokens reused less than it should: {report}")
+def _check(variant: Variant, context: int, reports: Sequence[dict[str, Any] | None]) -> None:
+    """That the rounds before the measured ones did what the variant's name says: the first reused, the last in place.
+
+    A few layers may be given up whose maps come late, and later rounds altogether where they gain nothing.
+    """
+    report = reports[0]
     if variant.mode == "miss" and (report is None or report["reused_tokens"]):
         raise RuntimeError(f"a prompt that nobody read was not a miss: {report}")
+    if not variant.plan:
+        return
+    if report is None or report["reused_tokens"] < context - 2 * CHUNK_TOKENS or set(report["reasons"]) - {"late"}:
+        raise RuntimeError(f"{variant.plan} at {context} tokens reused less than it should: {report}")
+    last = reports[-1]
+    if variant.tier == "gpu" and last is not None and last["layers_in_place"] < sum(last["layers"].values()):
+        raise RuntimeError(
+            f"{variant.plan} at {context} tokens was not read in place: {last}; is --gpu-arena too small?"
+        )
 
 
-def _case(variant: Variant, context: int, samples: list[float], full: float) -> dict[str, Any]:
+def _case(
+    variant: Variant, context: int, samples: list[float], full: float, report: dict[str, Any] | None
+) -> dict[str, Any]:
     ms = statistics.median(samples)
+    reused = {} if not variant.plan or report is None else {name: report[name] for name in ("layers", "reasons")}
     return {
         "context": context,
         "mode": variant.mode,
@@ -147,13 +162,14 @@ def _case(variant: Variant, context: int, samples: list[float], full: float) -> 
         "ttft_ms": round(ms, 2),
         "full_ms": round(full, 2),
         "change_percent": round(100 * (ms / full - 1), 2),
+        **reused,
         "samples": [round(one, 2) for one in samples],
     }
 
 
 def decode(running: dict[str, Engine], context: int, repeats: int) -> dict[str, float]:
     """Milliseconds of a decoded token, with and without the plugin."""
-    found: dict[str, list[float]] = {"plain": [], "mapflow": []}
+    found: dict[str, list[float]] = {"plain": [], "pinned": []}
     prompt = make_prompt(context, 77)
     for repeat in range(repeats + 1):
         for name, into in found.items():
@@ -173,6 +189,7 @@ def main() -> None:
     parser.add_argument("--translate-density", type=float, default=0.05)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--arena", default="48GiB", help="of the daemon; translate at 32k tokens needs 30 GB")
+    parser.add_argument("--gpu-arena", default="32GiB", help="of the daemon on the GPU; empty for none")
     parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
     parser.add_argument("--commit", default=None, help="the commit that is measured, where git cannot be asked")
     parser.add_argument("--output", type=Path)
@@ -193,26 +210,43 @@ def main() -> None:
         plans = _plans(sender, receiver, arguments)
         for plan in plans.values():
             plan.save(folder / f"{plan.name}.safetensors")
-        endpoint = stack.enter_context(daemon(folder, arguments))
-        running = stack.enter_context(engines(folder, receiver, plans, endpoint, arguments))
+        tiers = ["pinned"]
+        options = []
+        if torch.cuda.is_available() and arguments.gpu_arena:
+            tiers.append("gpu")
+            options = ["--gpu-arena", f"0:{arguments.gpu_arena}"]
+        endpoint = stack.enter_context(daemon(folder, arguments, *options))
         some = next(iter(plans.values()))
         producer = Producer.of(some.sender.model_id, "bfloat16")
         client = stack.enter_context(connected(endpoint, some.namespace(), producer))
-        wanted = [one for one in variants(SHAPES[arguments.receiver].layers, arguments) if one.engine in running]
-        print(f"{'mode':10} {'context':>7} {'r':>3} {'density':>7} {'ms':>9} {'change':>8}")
-        for context in arguments.contexts:
-            prompts = _publish_all(client, producer, plans, context, arguments)
-            for case in measure(running, wanted, context, prompts, arguments.repeats):
-                report["cases"].append(case)
-                print(
-                    f"{case['mode']:10} {context:7} {case['r']:3} {case['density']:7.2f} {case['ttft_ms']:9.2f} "
-                    f"{case['change_percent']:+7.1f}%",
-                    flush=True,
-                )
-            write_report(report, output)
-        report["decode_ms_per_token"] = decode(running, min(8192, max(arguments.contexts)), arguments.repeats)
-        write_report(report, output)
+        prompts: dict[int, dict[str, list[int]]] = {}
+        print(f"{'mode':10} {'tier':6} {'context':>7} {'r':>3} {'density':>7} {'ms':>9} {'change':>8}")
+        for tier in tiers:
+            wanted = variants(SHAPES[arguments.receiver].layers, tier, arguments)
+            names = {one.engine for one in wanted}
+            with engines(names, folder, receiver, plans, endpoint, arguments) as running:
+                for context in arguments.contexts:
+                    if context not in prompts:
+                        prompts[context] = _publish_all(client, producer, plans, context, arguments)
+                    cases = measure(running, wanted, context, prompts[context], arguments.repeats)
+                    report["cases"] += cases
+                    _show(cases)
+                    write_report(report, output)
+                if tier == "pinned":
+                    one = min(8192, max(arguments.contexts))
+                    report["decode_ms_per_token"] = decode(running, one, arguments.repeats)
+                    write_report(report, output)
         print(f"decode, ms a token: {report['decode_ms_per_token']}; written to {output}")
+
+
+def _show(cases: Sequence[dict[str, Any]]) -> None:
+    for case in cases:
+        print(
+            f"{case['mode']:10} {case['tier']:6} {case['context']:7} {case['r']:3} {case['density']:7.2f} "
+            f"{case['ttft_ms']:9.2f} {case['change_percent']:+7.1f}%  {case.get('layers', '')} "
+            f"{case.get('reasons', '')}",
+            flush=True,
+        )
 
 
 def _plans(sender: Path, receiver: Path, arguments: argparse.Namespace) -> dict[str, Plan]:

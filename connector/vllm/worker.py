@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,17 +16,15 @@ import torch
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters, LimitedLog
 from mapflow.connector.plan import Mode, Plan
-from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.batch import BatchRow, RowRange, locate, split_entry
 from mapflow.connector.vllm.capture import FinishedMap, StepCapture
 from mapflow.connector.vllm.left_out_queries import LeftOutQueries
-from mapflow.connector.vllm.map_reader import MapReader, MapRun, UnusableMap
-from mapflow.connector.vllm.messages import RequestStep, ReuseOrder, ReuseReport
+from mapflow.connector.vllm.map_reader import MapReader
+from mapflow.connector.vllm.messages import RequestStep, ReuseReport
+from mapflow.connector.vllm.order_maps import OrderMaps
 from mapflow.connector.vllm.publisher import Publisher
-from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, covered_ranges, reads_from
+from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, reads_from
 from mapflow.connector.wants import LayerWant
-from mapflow.kernels.attention_map import AttentionMap
-from mapflow.kernels.blob import BlobError
 from mapflow.kernels.paged import PagedKV
 
 if TYPE_CHECKING:
@@ -57,7 +53,8 @@ class MapWorker:
         """gpu: what reuse on a GPU keeps from step to step; without it the references run, wherever tensors are."""
         self._plans = plans
         self._gpu = gpu
-        self._reader = MapReader(client, plans, *((gpu.arenas, gpu.copies) if gpu is not None else ()))
+        reader = MapReader(client, plans, *((gpu.arenas, gpu.copies) if gpu is not None else ()))
+        self._maps = OrderMaps(plans, reader)
         self.counters = counters
         self._capture = capture
         self._publisher = publisher
@@ -70,13 +67,13 @@ class MapWorker:
         self._step_wants: Mapping[int, LayerWant] = {}
         self._finished: list[FinishedMap] = []
         self._cache: dict[Hashable, Any] = {}
-        self.queries = LeftOutQueries(self._reader)
+        self.queries = LeftOutQueries(reader)
 
     # --- called by the connector -------------------------------------------------------------------------------------
 
     def begin_step(self, steps: Sequence[RequestStep], ended: Sequence[str]) -> None:
         """Take the orders of the step that is about to run."""
-        self._steps, self._rows = [self._without_foreign_copies(step) for step in steps], None
+        self._steps, self._rows = self._maps.usable(steps), None
         self._reuse.end()  # where a step did not come to its end
         self._reuse = StepReuse([])
         self._cache = {}
@@ -87,13 +84,6 @@ class MapWorker:
                 self._capture.end(request_id)
             if any(step.capture for step in steps):
                 self._step_wants = self._wants()
-
-    def _without_foreign_copies(self, step: RequestStep) -> RequestStep:
-        """Copies on another GPU than this worker's are of no use; a scheduler may have taken one for the other."""
-        order = step.reuse
-        if order is None or not order.device_arena_id or self._reader.device_arena(order) is not None:
-            return step
-        return replace(step, reuse=replace(order, device_arena_id=0))
 
     def end_step(self) -> dict[str, ReuseReport]:
         """Publish what the step finished; what was reused, by request."""
@@ -154,11 +144,12 @@ class MapWorker:
         unmatched = len(self._steps) - len(self._rows)
         if unmatched:
             self.counters.add("request_not_reused", "row_unmatched", unmatched)
-        entries = [self._load(entry, row) for entry, row in self._rows.items() if row.step.reuse is not None]
+        load = self._maps.load if self._gpu is None else self._maps.entry
+        entries = [load(entry, row) for entry, row in self._rows.items() if row.step.reuse is not None]
         if self._gpu is None:
             self._reuse = StepReuse(entries)
         elif entries:
-            self._reuse = self._gpu.step(entries, query_start[-1], self._read_runs)
+            self._reuse = self._gpu.step(entries, query_start[-1], self._maps.runs)
 
     def may_reuse(self, layer: int) -> bool:
         """Whether any order of this step is for this layer; known before `place`."""
@@ -250,41 +241,3 @@ class MapWorker:
         rows = [row for row in self._rows.values() if row.step.capture]
         if rows:
             self._finished += self._capture.measure(layer, want, rows, query, kv, scale, row_lse)
-
-    # --- reading maps ------------------------------------------------------------------------------------------------
-
-    def _load(self, entry: int, row: BatchRow) -> EntryReuse:
-        order = row.step.reuse
-        assert order is not None
-        plan = self._plans[order.plan]
-        loaded = EntryReuse(entry=entry, row=row, plan=plan, maps={}, ranges=[(order.row_begin, order.row_end)])
-        if order.chunks and self._gpu is None:
-            loaded.maps = self._read_layers(order, plan, loaded.report)
-            loaded.ranges = covered_ranges(loaded.maps, order.row_begin, order.row_end)
-        return loaded
-
-    def _read_layers(self, order: ReuseOrder, plan: Plan, report: ReuseReport) -> dict[int, list[AttentionMap]]:
-        found = {layer: self._read(self._reader.maps, order, layer, report) for layer in plan.map_layers}
-        return {layer: maps for layer, maps in found.items() if maps is not None}
-
-    def _read_runs(self, entry: EntryReuse, order: ReuseOrder, layers: Sequence[int]) -> Sequence[MapRun | None]:
-        """All at once; where that fails, one by one, so that each has its own reason."""
-        if len(layers) > 1:
-            with suppress(Unavailable, BlobError, UnusableMap):
-                return self._reader.runs(order, layers)
-
-        def run(order: ReuseOrder, layer: int) -> MapRun:
-            return self._reader.runs(order, [layer])[0]
-
-        return [self._read(run, order, layer, entry.report) for layer in layers]
-
-    def _read(
-        self, read: Callable[[ReuseOrder, int], _T], order: ReuseOrder, layer: int, report: ReuseReport
-    ) -> _T | None:
-        try:
-            return read(order, layer)
-        except (Unavailable, BlobError, UnusableMap) as error:
-            reason = str(error.reason)
-            report.reasons[reason] += 1
-            self._log.warning(reason, "mapflow: maps of sender layer %d not reused: %s", layer, error)
-            return None

@@ -88,8 +88,6 @@ class Captures:
         self.kernels = KernelCapture(
             **sizes, buffer=self.buffer, defer=self._defer, counters=self.counters, row_stride=self.row_stride
         )
-            **sizes, buffer=self.buffer, defer=self._defer, counters=self.counters, row_stride=self.row_stride
-        )
 
     def _defer(self, job: Callable[[], None]) -> bool:
         if self.accepts:
