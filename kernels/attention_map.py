@@ -9,6 +9,7 @@
 Values only: nothing here computes attention, reads a cache, or knows the wire format (`blob.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -193,3 +194,34 @@ class AttentionMap:
     def measured(self) -> torch.Tensor:
         """bool [num_row_blocks]: the block rows whose every row was measured, which alone may be reused."""
         return self.row_counts == self.block
+
+
+def join_heads(parts: Sequence[AttentionMap]) -> AttentionMap:
+    """One map with the heads of all parts, in order; a row counts as measured as far as every part measured it.
+
+    Raises ValueError if the parts are not of one chunk, block and kind.
+    """
+    first = parts[0]
+    for one in parts[1:]:
+        same = (one.chunk_index, one.block, one.mass.shape[1:], one.tiles is None, one.approximate)
+        if same != (first.chunk_index, first.block, first.mass.shape[1:], first.tiles is None, first.approximate):
+            raise ValueError("parts: expected maps of one chunk, block and kind")
+    if len(parts) == 1:
+        return first
+    tiles = [one.tiles for one in parts if one.tiles is not None]
+    starts = [0]
+    for some in tiles:
+        starts.append(starts[-1] + some.num_tiles)
+    joined = None
+    if tiles:
+        joined = TileSet(
+            indptr=torch.cat([some.indptr + start for some, start in zip(tiles, starts)]),
+            indices=torch.cat([some.indices for some in tiles]),
+            values=torch.cat([some.values for some in tiles]),
+        )
+    return replace(
+        first,
+        mass=torch.cat([one.mass for one in parts]),
+        row_counts=torch.stack([one.row_counts for one in parts]).amin(0),
+        tiles=joined,
+    )

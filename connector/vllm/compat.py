@@ -68,8 +68,6 @@ def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         return f"models with {len(groups)} KV cache groups, or other than full attention, are not supported; no reuse"
-    if config.parallel_config.tensor_parallel_size > 1:
-        return "tensor parallelism is not supported yet; no reuse"
     if config.parallel_config.pipeline_parallel_size > 1:
         return "pipeline parallelism is not supported; no reuse"
     if config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):

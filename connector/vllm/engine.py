@@ -21,6 +21,7 @@ from mapflow.connector.reasons import Reason
 from mapflow.connector.tokenizer import tokenizer_fingerprint
 from mapflow.connector.vllm.config import ConfigError, ConnectorConfig
 from mapflow.connector.vllm.facts import EngineFacts
+from mapflow.connector.vllm.shards import plan_of_rank, wants_of_rank
 from mapflow.connector.wants import LayerWant, interest_of, interest_wants, merge_wants, plan_wants
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,9 @@ class Engine:
         plans = self.config.load_plans()
         for plan in plans:
             self._check_plan(plan, fingerprint)
-        self.plans = tuple(p for p in plans if self._is_ours(p.receiver)) if facts.reuses else ()
+        self._ranks = (facts.tp_rank, facts.tp_size) if is_worker else (0, 1)
+        own = [plan for plan in plans if self._is_ours(plan.receiver)] if facts.reuses else []
+        self.plans = tuple(plan_of_rank(plan, *self._ranks) for plan in own)
         sender_plans = [p for p in plans if self._is_ours(p.sender)] if facts.publishes else []
         self._plan_wants = merge_wants(plan_wants(plan) for plan in sender_plans)
         if facts.reuses and not self.plans and not facts.publishes:
@@ -102,12 +105,12 @@ class Engine:
     # --- what a sender publishes -------------------------------------------------------------------------------------
 
     def wants(self) -> dict[int, LayerWant]:
-        """Layers of this model that a plan file here or a receiver's registered interest wants now."""
+        """What a plan file here or a receiver's registered interest wants now of this model, or of this rank of it."""
         parts = [self._plan_wants]
         for interest in self.client.peers.interests:
             if self._same_model(interest.model, self.model.model_id) and interest.namespace == self.namespace:
                 parts.append(interest_wants(interest, self.model.num_layers, self.model.num_heads))
-        return merge_wants(parts)
+        return wants_of_rank(merge_wants(parts), *self._ranks, self.model.num_heads)
 
     def published_layers(self) -> tuple[str, tuple[int, ...]]:
         """Model id that this engine publishes under, and the layers it would publish now."""

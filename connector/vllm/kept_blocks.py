@@ -35,7 +35,7 @@ class KeptBlocks:
         heads = head_index.flatten().tolist()
         for one in filter(_is_counted, entries):
             per_row = tiles_per_row(runs[one.entry])
-            start = runs[one.entry].run.first_chunk * runs[one.entry].run.chunk_blocks
+            start = runs[one.entry].first.first_chunk * runs[one.entry].first.chunk_blocks
             for begin, end in one.ranges:
                 first, last = begin // one.plan.block, -(-end // one.plan.block)
                 kept = int(per_row[first - start : last - start, heads].sum())
@@ -53,11 +53,13 @@ class KeptBlocks:
 
 def tiles_per_row(found: MapRun) -> torch.Tensor:
     """i64 [block rows, sender heads]: tiles of each block row of consecutive chunks."""
-    run = found.run
-    at = run.offsets[:, None] + run.sections[:, :, 1]
-    length = 4 * (run.chunk_blocks + 1)
-    indptr = found.source.numpy()[at[:, :, None] + np.arange(length)].view("<i4")  # [chunks, heads, block rows + 1]
-    return torch.from_numpy(np.diff(indptr.astype(np.int64)).swapaxes(1, 2).reshape(-1, run.num_heads))
+    length = 4 * (found.first.chunk_blocks + 1)
+    counts = []
+    for run in found.ranks:
+        at = run.offsets[:, None] + run.sections[:, :, 1]
+        indptr = found.source.numpy()[at[:, :, None] + np.arange(length)].view("<i4")  # [chunks, heads, block rows + 1]
+        counts.append(np.diff(indptr.astype(np.int64)).swapaxes(1, 2).reshape(-1, run.num_heads))
+    return torch.from_numpy(np.concatenate(counts, axis=1))
 
 
 def _is_counted(entry: EntryReuse) -> bool:

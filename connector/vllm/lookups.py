@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters, LimitedLog
-from mapflow.connector.messages import Hit, Lease, LookupResult, Want
+from mapflow.connector.messages import NO_COPY, Hit, Lease, LookupResult, Want
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.messages import MappedChunk
 from mapflow.connector.vllm.request_state import RequestState
+from mapflow.connector.vllm.shards import longest_run
 
 logger = logging.getLogger(__name__)
 
-_WHOLE = "/tp0of1"  # producers that hold all heads of their model
 _IDLE_WAIT_S = 0.001  # in one step
 _LEASE_MARGIN = 0.3  # of its life a lease is not used any more, for the sake of a step that runs late
 
@@ -105,14 +105,15 @@ class Lookups:
 
     def _use(self, state: RequestState, result: LookupResult, chunks: range) -> None:
         state.lease = result.lease
-        hit = max((h for h in result.hits if h.producer.endswith(_WHOLE)), key=lambda h: h.num_chunks, default=None)
+        num_chunks, hits = longest_run(result.hits)
         self._counters.add("lookup_chunks", "asked", len(chunks))
-        self._counters.add("lookup_chunks", "hit", hit.num_chunks if hit else 0)
-        if hit is None:
+        self._counters.add("lookup_chunks", "hit", num_chunks)
+        if not hits:
             self._counters.add("request_not_reused", "sharded_producer" if result.hits else "miss")
             self._end_lease(state)
             return
-        state.order = state.mapped_order(_mapped(state, hit, chunks.start), hit.producer, result.device_arena_id)
+        mapped = _mapped(state, num_chunks, hits, chunks.start)
+        state.order = state.mapped_order(mapped, tuple(hit.producer for hit in hits), result.device_arena_id)
 
     def _failed(self, reason: str, detail: str) -> None:
         self._counters.add("lookup_failed", reason)
@@ -143,9 +144,17 @@ class Lookups:
         state.lease = None
 
 
-def _mapped(state: RequestState, hit: Hit, first: int) -> list[MappedChunk]:
-    copies = hit.device_offsets or ((),) * hit.num_chunks
-    return [
-        MappedChunk(index=index, key=state.keys[index], extents=extents, device_offsets=offsets)
-        for index, (extents, offsets) in enumerate(zip(hit.extents, copies), start=first)
-    ]
+def _mapped(state: RequestState, num_chunks: int, hits: Sequence[Hit], first: int) -> list[MappedChunk]:
+    """The chunks of a run, of which every rank of the sender has maps."""
+    found = []
+    for number in range(num_chunks):
+        extents = tuple(extent for hit in hits for extent in hit.extents[number])
+        copies = tuple(
+            offset
+            for hit in hits
+            for offset in (hit.device_offsets[number] if hit.device_offsets else (NO_COPY,) * len(hit.extents[number]))
+        )
+        offsets = copies if any(hit.device_offsets for hit in hits) else ()
+        index = first + number
+        found.append(MappedChunk(index=index, key=state.keys[index], extents=extents, device_offsets=offsets))
+    return found

@@ -23,7 +23,7 @@ from mapflow.connector.vllm.map_identity import map_identity
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.pinned import PinnedArenas
 from mapflow.connector.wants import LayerWant, plan_wants
-from mapflow.kernels.attention_map import AttentionMap
+from mapflow.kernels.attention_map import AttentionMap, join_heads
 from mapflow.kernels.blob import read_blob
 from mapflow.kernels.blob_run import BlobRun, read_runs
 
@@ -44,16 +44,23 @@ class MapRun:
     """A request's maps of one sender layer as they lie.
 
     Attributes:
-        run: what their prologues say.
+        ranks: what their prologues say, rank by rank of the sender; they differ in nothing but heads.
         source: u8 [bytes] that they lie in, on the host.
+        measured: bool [block rows], those that every rank measured whole.
         copies: u8 [bytes] on the GPU that hold a copy of each of them, if there are any.
-        copy_offsets: i64 [chunks]: where those begin.
+        copy_offsets: i64 [ranks, chunks]: where those begin.
     """
 
-    run: BlobRun
+    ranks: Sequence[BlobRun]
     source: torch.Tensor
+    measured: npt.NDArray[np.bool_]
     copies: torch.Tensor | None = None
     copy_offsets: npt.NDArray[np.int64] | None = None
+
+    @property
+    def first(self) -> BlobRun:
+        """Of the first rank, for what is the same in all."""
+        return self.ranks[0]
 
 
 class MapReader:
@@ -78,8 +85,14 @@ class MapReader:
         lease, extents = _sources(order, plan, [layer])
         buffers = self._client.read(lease, extents)
         maps = []
-        for chunk, buffer in zip(order.chunks, buffers):
-            found = read_blob(buffer, identity=map_identity(chunk.key, order.producer, layer))
+        for number, chunk in enumerate(order.chunks):
+            of_ranks = buffers[number :: len(order.chunks)]
+            found = _joined(
+                [
+                    read_blob(buffer, identity=map_identity(chunk.key, producer, layer))
+                    for producer, buffer in zip(order.producers, of_ranks)
+                ]
+            )
             _check_shape(plan, found.block, found.num_heads, found.num_row_blocks, found.chunk_index, chunk.index)
             _check_kind(want, approximate=found.approximate, has_tiles=found.tiles is not None)
             heads = list(want.heads) if want.heads is not None else slice(None)
@@ -91,7 +104,7 @@ class MapReader:
 
     def runs(self, order: ReuseOrder, layers: Sequence[int]) -> list[MapRun]:
         """The maps of some sender layers that are alike, for a GPU to copy while the lease lasts."""
-        plan, wants = self._plans[order.plan], self._wants[order.plan]
+        plan = self._plans[order.plan]
         lease, extents = _sources(order, plan, layers)
         left_s = lease.expires_at - time.monotonic()
         if left_s < COPY_WITHIN_S:
@@ -99,26 +112,35 @@ class MapReader:
                 Reason.LEASE_EXPIRED, f"the lease has {left_s:.1f} s left, copies may take {COPY_WITHIN_S}"
             )
         source, offsets = self._bytes(lease, extents)
-        shape = (len(layers), len(order.chunks))
-        names = [map_identity(chunk.key, order.producer, layer) for layer in layers for chunk in order.chunks]
+        num_ranks = len(order.producers)
+        shape = (len(layers) * num_ranks, len(order.chunks))
+        owners = [(layer, producer) for layer in layers for producer in order.producers]
+        names = [map_identity(chunk.key, producer, layer) for layer, producer in owners for chunk in order.chunks]
+        runs = read_runs(
+            source.numpy(),
+            offsets.reshape(shape),
+            np.array([extent.num_bytes for extent in extents], dtype=np.int64).reshape(shape),
+            np.array(names, dtype=np.uint64).reshape(shape),
+        )
         found = []
-        for layer, run in zip(
-            layers,
-            read_runs(
-                source.numpy(),
-                offsets.reshape(shape),
-                np.array([extent.num_bytes for extent in extents], dtype=np.int64).reshape(shape),
-                np.array(names, dtype=np.uint64).reshape(shape),
-            ),
-        ):
-            want = wants[layer]
-            _check_shape(plan, run.block, run.num_heads, run.chunk_blocks, run.first_chunk, order.chunks[0].index)
-            _check_kind(want, approximate=run.approximate, has_tiles=run.tile_dtype is not None)
-            heads = range(run.num_heads) if want.heads is None else want.heads
-            if not run.has_heads(source.numpy(), heads):
-                raise _no_heads()
-            found.append(self._with_copies(MapRun(run=run, source=source), order, plan.map_layers.index(layer)))
+        for number, layer in enumerate(layers):
+            ranks = runs[number * num_ranks : (number + 1) * num_ranks]
+            measured = np.logical_and.reduce([one.measured for one in ranks])
+            one = MapRun(ranks=ranks, source=source, measured=measured)
+            self._check(one, order, layer)
+            found.append(self._with_copies(one, order, plan.map_layers.index(layer), len(plan.map_layers)))
         return found
+
+    def _check(self, found: MapRun, order: ReuseOrder, layer: int) -> None:
+        plan, want, first = self._plans[order.plan], self._wants[order.plan][layer], found.first
+        num_heads = first.num_heads * len(found.ranks)
+        _check_shape(plan, first.block, num_heads, first.chunk_blocks, first.first_chunk, order.chunks[0].index)
+        _check_kind(want, approximate=first.approximate, has_tiles=first.tile_dtype is not None)
+        for rank, run in enumerate(found.ranks):
+            begin = rank * first.num_heads
+            own = [head for head in range(run.num_heads) if want.heads is None or begin + head in want.heads]
+            if not run.has_heads(found.source.numpy(), own):
+                raise _no_heads()
 
     def device_arena(self, order: ReuseOrder) -> torch.Tensor | None:
         """u8 [bytes] of the arena that the order's device offsets refer to, if it may be read in place."""
@@ -128,12 +150,14 @@ class MapReader:
             return None
         return self._copies.tensor(order.lease.boot_id, order.device_arena_id)
 
-    def _with_copies(self, found: MapRun, order: ReuseOrder, position: int) -> MapRun:
-        arena, offsets = self.device_arena(order), order.copies(position)
-        if arena is None or offsets is None:
+    def _with_copies(self, found: MapRun, order: ReuseOrder, position: int, num_layers: int) -> MapRun:
+        offsets = [order.copies(place) for place in order.places(position, num_layers)]
+        arena = self.device_arena(order)
+        if arena is None or any(one is None for one in offsets):
             return found
         at = np.array(offsets, dtype=np.int64)
-        if (at < 0).any() or (at + found.run.num_bytes > len(arena)).any():
+        ends = at + np.array([one.num_bytes for one in found.ranks])
+        if (at < 0).any() or (ends > len(arena)).any():
             raise Unavailable(Reason.PROTOCOL, f"a copy lies outside the device arena of {len(arena)} bytes")
         return replace(found, copies=arena, copy_offsets=at)
 
@@ -150,11 +174,19 @@ class MapReader:
 
 
 def _sources(order: ReuseOrder, plan: Plan, layers: Sequence[int]) -> tuple[Lease, list[Extent]]:
-    """The lease, and the extents of the order's chunks, layer by layer."""
+    """The lease, and the extents of the order's chunks: layer by layer, in each rank by rank of the sender."""
     if order.lease is None:
         raise UnusableMap("no_lease", "the order names maps without a lease")
-    positions = [plan.map_layers.index(layer) for layer in layers]
-    return order.lease, [chunk.extents[position] for position in positions for chunk in order.chunks]
+    order_of = plan.map_layers
+    places = [place for layer in layers for place in order.places(order_of.index(layer), len(order_of))]
+    return order.lease, [chunk.extents[place] for place in places for chunk in order.chunks]
+
+
+def _joined(parts: Sequence[AttentionMap]) -> AttentionMap:
+    try:
+        return join_heads(parts)
+    except ValueError as error:
+        raise UnusableMap("shape", f"ranks of the sender differ: {error}") from error
 
 
 def _check_shape(plan: Plan, block: int, heads: int, rows: int, chunk: int, wanted_chunk: int) -> None:

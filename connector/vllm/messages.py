@@ -11,7 +11,7 @@ from mapflow.connector.messages import NO_COPY, Extent, Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedChunk:
-    """One chunk whose maps are leased: `extents` in the order of the plan's `map_layers`.
+    """One chunk whose maps are leased: `extents` rank by rank of the sender, in each in the order of `map_layers`.
 
     device_offsets: alike, of the copies in a device arena, `NO_COPY` where there is none; empty without any.
     """
@@ -26,6 +26,7 @@ class MappedChunk:
 class ReuseOrder:
     """Reuse maps for prompt rows [row_begin, row_end) of a request, under plan number `plan` of the engine.
 
+    producers: of the maps, rank by rank of the sender.
     counted: the request asked for a report, so that kept blocks are counted even where that means waiting for a GPU.
     device_arena_id: what the chunks' device offsets refer to; 0 where they are not to be used.
     """
@@ -33,17 +34,21 @@ class ReuseOrder:
     plan: int
     row_begin: int
     row_end: int
-    producer: str = ""
+    producers: tuple[str, ...] = ()
     lease: Lease | None = None
     chunks: tuple[MappedChunk, ...] = ()
     counted: bool = False
     device_arena_id: int = 0
 
-    def copies(self, position: int) -> list[int] | None:
-        """Device offsets of all chunks in the layer of that position; None unless all of them have a copy."""
+    def places(self, position: int, num_layers: int) -> list[int]:
+        """Where a chunk's extents of one layer are, rank by rank; `position` among the plan's `num_layers` ones."""
+        return [rank * num_layers + position for rank in range(len(self.producers))]
+
+    def copies(self, place: int) -> list[int] | None:
+        """Device offsets of all chunks at a place; None unless all of them have a copy."""
         if not self.device_arena_id or not all(chunk.device_offsets for chunk in self.chunks):
             return None
-        offsets = [chunk.device_offsets[position] for chunk in self.chunks]
+        offsets = [chunk.device_offsets[place] for chunk in self.chunks]
         return None if NO_COPY in offsets else offsets
 
 

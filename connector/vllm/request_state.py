@@ -74,7 +74,9 @@ class RequestState:
             return None
         return ReuseOrder(plan=self.plan_index, row_begin=0, row_end=self.reuse_limit, counted=self.wants_report)
 
-    def mapped_order(self, chunks: Sequence[MappedChunk], producer: str, device_arena_id: int = 0) -> ReuseOrder | None:
+    def mapped_order(
+        self, chunks: Sequence[MappedChunk], producers: tuple[str, ...], device_arena_id: int = 0
+    ) -> ReuseOrder | None:
         """The order over a run of leased chunks."""
         if self.plan_index is None or not chunks:
             return None
@@ -86,7 +88,7 @@ class RequestState:
             plan=self.plan_index,
             row_begin=begin,
             row_end=end,
-            producer=producer,
+            producers=producers,
             lease=self.lease,
             chunks=tuple(chunks),
             counted=self.wants_report,

@@ -25,6 +25,7 @@ from mapflow.connector.vllm.config import ConnectorConfig
 from mapflow.connector.vllm.lookups import Lookups
 from mapflow.connector.vllm.messages import CapturedChunk, RequestStep, ReuseReport, ScheduledRows
 from mapflow.connector.vllm.request_state import Fate, RequestParams, RequestState, choose_plan
+from mapflow.connector.vllm.shards import longest_run
 from mapflow.connector.vllm.turns import UnfinishedChunks
 
 logger = logging.getLogger(__name__)
@@ -199,8 +200,7 @@ class MapScheduler:
         """Once per (re)start: what is published already, and up to where this request's rows are exact."""
         probe = self._probes.pop(state.request_id, None)
         if probe is not None and probe.done() and probe.exception() is None:
-            runs = [hit.num_chunks for hit in probe.result().hits]
-            state.captured_from = max(runs, default=0)
+            state.captured_from, _ = longest_run(probe.result().hits)
         if not (self._reuses and self._publishes) or state.plan_index is None:
             return  # this request's KV is exact: it lives among exact KV only
         cached = -(-num_computed // state.chunk_tokens)

@@ -84,8 +84,9 @@ class StagedMaps:
             if order is None:
                 continue
             for position, sender_layer in enumerate(plan.map_layers):
-                if order.copies(position) is None:
-                    extents = (chunk.extents[position] for chunk in order.chunks)
+                places = order.places(position, len(plan.map_layers))
+                if any(order.copies(place) is None for place in places):
+                    extents = (chunk.extents[place] for place in places for chunk in order.chunks)
                     self._num_bytes[sender_layer] += sum(extent.num_bytes for extent in extents)
         self._pending = list(self._first_use)
         self._staged: dict[int, StagedLayer] = {}
@@ -170,7 +171,7 @@ class StagedMaps:
                     continue
                 if not covers(found, one.ranges):
                     one.report.reasons["rows_missing"] += 1
-                elif runs and next(iter(runs.values())).run.tile_dtype != found.run.tile_dtype:
+                elif runs and next(iter(runs.values())).first.tile_dtype != found.first.tile_dtype:
                     one.report.reasons["mixed_tiles"] += 1
                 else:
                     runs[one.entry] = found
@@ -183,7 +184,7 @@ class StagedMaps:
     def _add(self, region: Region, found: _Read) -> None:
         data, group = self._staging.data(region), _Group(region, set(found.runs))
         for (layer, runs), (begin, shape) in zip(found.runs.items(), found.layout.tables):
-            first, copies = next(iter(runs.values())).run, next(iter(runs.values())).copies
+            first, copies = next(iter(runs.values())).first, next(iter(runs.values())).copies
             in_place = _in_place(runs.values())
             table = MapTable(
                 arena=copies if in_place and copies is not None else data,
@@ -203,7 +204,7 @@ def _in_place(runs: Collection[MapRun]) -> bool:
 
 def covers(found: MapRun, ranges: Sequence[tuple[int, int]]) -> bool:
     """Whether every block row of the token ranges was measured."""
-    run = found.run
+    run = found.first
     first = run.first_chunk * run.chunk_blocks
     rows = (slice(begin // run.block - first, -(-end // run.block) - first) for begin, end in ranges)
-    return all(bool(run.measured[one].all()) for one in rows)
+    return all(bool(found.measured[one].all()) for one in rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,7 +48,7 @@ TOLERANCES = {"bfloat16": 0.2, "float16": 0.03}  # of log-probabilities: a few s
 
 @dataclass(kw_only=True)
 class Engine:
-    """A process of `gpu_engine.py`."""
+    """A process of `engine_process.py`."""
 
     job: Path
     process: subprocess.Popen[bytes]
@@ -79,7 +80,7 @@ def _start(folder: Path, name: str, job: dict[str, Any], runner: str) -> Engine:
         "VLLM_CACHE_ROOT": str(folder / f"cache-{name}"),
     }
     with path.with_suffix(".log").open("wb") as log:
-        command = [sys.executable, str(Path(__file__).with_name("gpu_engine.py")), str(path)]
+        command = [sys.executable, str(Path(__file__).with_name("engine_process.py")), str(path)]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     return Engine(job=path, process=process)
 
@@ -148,6 +149,7 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
     wanted |= {f"{plan} again": wanted[plan] for plan in ("sparse", "lossy")}
     alone = {**batch(wanted["exact"]), "prompts": [prompts[ALONE]]}
     chunked = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 16}
+    chunked |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30}
     engines: dict[str, Engine] = {}
     try:
         for variant in VARIANTS:
@@ -166,6 +168,18 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
             }
             engines[variant] = _start(folder, variant, job, str(int(runner) - 1))
         eager = {**chunked, "enforce_eager": True, "dtype": DTYPES["eager"]}
+        engines["cramped"] = _start(
+            folder,
+            "cramped",
+            {
+                "model": str(PAIR / "receiver"),
+                "transfer": transfer("kv_consumer", plans),
+                "engine": {**eager, "num_gpu_blocks_override": 260, "max_model_len": 4096, "disable_log_stats": False},
+                "wait_for": str(published),
+                "batches": [{**batch(wanted[name]), "max_tokens": 128} for name in ("exact", "whole")],
+            },
+            "1",
+        )
         common = {"engine": eager, "wait_for": None, "batches": [batch(None)]}
         engines["plain"] = _start(folder, "plain", {"model": str(PAIR / "receiver"), "transfer": None, **common}, "1")
         sender = {"model": str(PAIR / "sender"), "transfer": transfer("kv_producer", plans), **common}
@@ -175,7 +189,9 @@ def _run(folder: Path, endpoint: str, plans: Sequence[str]) -> dict[str, Outcome
         published.touch()
         found = {}
         for name, engine in engines.items():
-            names = ["exact"] if name in ("plain", "sender") else [*wanted, "alone"]
+            names = {"plain": ["exact"], "sender": ["exact"], "cramped": ["exact", "whole"]}.get(
+                name, [*wanted, "alone"]
+            )
             found[name] = Outcome(batches=dict(zip(names, engine.results(), strict=True)), log=engine.log)
         return found
     finally:
@@ -276,6 +292,17 @@ def test_a_small_step_replays_graphs(outcomes: dict[str, Outcome], variant: str)
     """One of 8 rows, of an exact request, between whose graphs the projection of a plan's layers runs."""
     found, dtype = outcomes[variant].batches, DTYPES[variant.partition("-")[0]]
     assert _same(found["alone"][0], found["exact"][ALONE], TOLERANCES[dtype])
+
+
+def test_preempted_requests_give_plain_tokens(outcomes: dict[str, Outcome]) -> None:
+    """The engine has room for two thirds of the prompts."""
+    cramped = outcomes["cramped"]
+    count = re.search(r"preemptions: (\d+)", cramped.log)
+    assert count is not None and int(count[1]) > 0, "the test needs preemptions to mean anything"
+    for number, length in enumerate(LENGTHS):
+        whole, exact = cramped.batches["whole"][number], cramped.batches["exact"][number]
+        assert whole["report"]["reused_tokens"] >= _reused(length) and whole["report"]["reasons"] == {}
+        assert _same(whole, exact, TOLERANCES[DTYPES["eager"]]), number
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

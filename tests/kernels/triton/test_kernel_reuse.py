@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from mapflow.connector.vllm.messages import MappedChunk, RequestStep, ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
-from mapflow.kernels.attention_map import AttentionMap
+from mapflow.kernels.attention_map import AttentionMap, TileSet, join_heads
 from mapflow.kernels.blob import blob_num_bytes, write_blob
 from mapflow.kernels.blob_run import read_runs
 
@@ -70,6 +71,7 @@ class _Step:
                 for first, end in ((1, 3), (0, 2))
             ]
         self.reads: list[tuple[int, int]] = []
+        self.in_ranks = False
         self.device_arena: torch.Tensor | None = None  # with copies of layers that are even
 
     def entries(self, tables: Sequence[torch.Tensor], *, with_maps: bool) -> list[EntryReuse]:
@@ -79,7 +81,9 @@ class _Step:
             first = segment.row_begin // CHUNK
             extents = tuple(Extent(0, 0, 1000 * layer) for layer in self.plan.map_layers)
             chunks = tuple(MappedChunk(index=first + i, key=b"k", extents=extents) for i in range(2))
-            order = ReuseOrder(plan=0, row_begin=segment.row_begin, row_end=end, chunks=chunks, counted=entry == 0)
+            order = ReuseOrder(
+                plan=0, row_begin=segment.row_begin, row_end=end, chunks=chunks, producers=("s",), counted=entry == 0
+            )
             row = BatchRow(
                 step=RequestStep(
                     request_id=str(entry),
@@ -101,6 +105,8 @@ class _Step:
     def read(self, entry: EntryReuse, order: ReuseOrder, layers: Sequence[int]) -> list[MapRun | None]:
         """The blobs behind each other in one buffer, a chunk's layers together, as an arena has them."""
         self.reads += [(entry.entry, layer) for layer in layers]
+        if self.in_ranks:
+            return [self.read_ranks(self.maps[layer][entry.entry]) for layer in layers]
         maps = [self.maps[layer][entry.entry][chunk] for chunk in range(2) for layer in layers]
         sizes = np.array([blob_num_bytes(one) for one in maps])
         offsets = sizes.cumsum() - sizes
@@ -115,13 +121,35 @@ class _Step:
         found: list[MapRun | None] = []
         for layer, run in zip(layers, runs):
             if self.device_arena is None or layer % 2:
-                found.append(MapRun(run=run, source=data))
+                found.append(MapRun(ranks=[run], source=data, measured=run.measured))
                 continue
             at = self.copies_from + (1 << 16) * (10 * layer + 2 * entry.entry) + np.array([0, 1 << 15])
             for begin, source, num_bytes in zip(at, run.offsets, run.num_bytes):
                 self.device_arena[begin : begin + num_bytes] = data[source : source + num_bytes].to(self.batch.device)
-            found.append(MapRun(run=run, source=data, copies=self.device_arena, copy_offsets=at))
+            found.append(
+                MapRun(
+                    ranks=[run],
+                    source=data,
+                    measured=run.measured,
+                    copies=self.device_arena,
+                    copy_offsets=at[None],
+                )
+            )
         return found
+
+    @staticmethod
+    def read_ranks(chunks: Sequence[AttentionMap]) -> MapRun:
+        """A sender with a rank for each head, whose blobs lie rank by rank."""
+        maps = [only_head(one, head) for head in range(SENDER_HEADS) for one in chunks]
+        sizes = np.array([blob_num_bytes(one) for one in maps])
+        offsets, whole = sizes.cumsum() - sizes, bytearray(int(sizes.sum()))
+        for one, begin in zip(maps, offsets):
+            with memoryview(whole) as view:
+                write_blob(one, view[begin:])
+        data, shape = torch.frombuffer(whole, dtype=torch.uint8), (SENDER_HEADS, len(chunks))
+        names = np.zeros(shape, dtype=np.uint64)
+        ranks = read_runs(data.numpy(), offsets.reshape(shape), sizes.reshape(shape), names)
+        return MapRun(ranks=ranks, source=data, measured=ranks[0].measured)
 
     copies_from = (2 << 30) + 64  # beyond what 32 bits count
 
@@ -197,6 +225,44 @@ def test_copies_on_the_gpu_are_read_in_place(step: _Step) -> None:
     assert [one.report.in_place for one in reuse.entries] == [2, 2], "of guided layers 4 and 7"
 
 
+def test_heads_of_several_ranks_are_joined(step: _Step) -> None:
+    """Bit for bit as if one producer had all heads."""
+    together = _run(step.kernels(4 << 20), step.batch)
+    step.in_ranks = True
+    reuse = step.kernels(4 << 20)
+    for one, other in zip(_run(reuse, step.batch), together):
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+    counted = reuse.entries[0].report
+    assert counted.modes == {"static": 1, "guide": 4, "translate": 2} and counted.causal_blocks > 0
+
+
+def only_head(one: AttentionMap, head: int) -> AttentionMap:
+    """As a rank that has no other."""
+    tiles = one.tiles
+    if tiles is not None:
+        begin, end = int(tiles.indptr[head, 0]), int(tiles.indptr[head, -1])
+        tiles = TileSet(
+            indptr=tiles.indptr[head : head + 1] - begin,
+            indices=tiles.indices[begin:end],
+            values=tiles.values[begin:end],
+        )
+    return replace(one, mass=one.mass[head : head + 1].contiguous(), tiles=tiles)
+
+
+def test_ranks_make_the_map_again(step: _Step) -> None:
+    for chunks in (maps for layer in step.maps.values() for maps in layer):
+        for one in chunks:
+            joined = join_heads([only_head(one, head) for head in range(SENDER_HEADS)])
+            assert torch.equal(joined.mass, one.mass) and torch.equal(joined.row_counts, one.row_counts)
+            assert (joined.tiles is None) == (one.tiles is None)
+            if one.tiles is not None and joined.tiles is not None:
+                assert torch.equal(joined.tiles.indptr, one.tiles.indptr)
+                assert torch.equal(joined.tiles.indices, one.tiles.indices)
+    first, second = step.maps[5][0]
+    with pytest.raises(ValueError, match="one chunk, block and kind"):
+        join_heads([first, second])
+
+
 def test_less_room_than_one_layer_needs(step: _Step) -> None:
     """Its layers are left to vLLM, and said so."""
     reuse = step.kernels(20_000)
@@ -228,7 +294,7 @@ def test_rows_that_nobody_measured(step: _Step, monkeypatch: pytest.MonkeyPatch)
         found = read(entry, order, layers)
         for number, layer in enumerate(layers):
             if (entry.entry, layer) == (1, 5):
-                found[number].run.measured[0] = False
+                found[number].measured[0] = False
             if (entry.entry, layer) == (0, 1):
                 found[number] = None
         return found

@@ -1,7 +1,8 @@
-"""One vLLM engine on a GPU in a process of its own: `python gpu_engine.py JOB.json`, results in JOB.out.json.
+"""One offline vLLM engine in a process of its own: `python engine_process.py JOB.json`, results in JOB.out.json.
 
 JOB: {"model", "transfer": KV transfer config or null, "engine": keyword arguments, "wait_for": file or null, "batches":
 [{"prompts": [token ids], "mapflow": parameters or null, "max_tokens"}]}. Each batch's prompts are in one `generate`.
+With `"disable_log_stats": false` in "engine" it prints how often requests were preempted.
 """
 
 from __future__ import annotations
@@ -19,13 +20,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
     options: dict[str, Any] = {"kv_transfer_config": job["transfer"]} if job["transfer"] else {}
-    engine = LLM(
-        model=job["model"],
-        gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=1 << 30,
-        **job["engine"],
-        **options,
-    )
+    engine = LLM(model=job["model"], **job["engine"], **options)
     while job["wait_for"] and not Path(job["wait_for"]).exists():
         time.sleep(0.05)
     results = []
@@ -37,6 +32,9 @@ def main() -> None:
         prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
         results.append([_result(one) for one in engine.generate(prompts, params, use_tqdm=False)])
     path.with_suffix(".out.json").write_text(json.dumps(results))
+    if not job["engine"].get("disable_log_stats", True):
+        found = [one.value for one in engine.get_metrics() if one.name == "vllm:num_preemptions"]
+        print(f"preemptions: {sum(found)}")
 
 
 def _result(output: Any) -> dict[str, Any]:
