@@ -18,11 +18,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
-from mapflow.cli.demo.openai import Completion, Server
-from mapflow.cli.demo.processes import Services, daemon_command, free_port, server_command, wait_ready
-from mapflow.cli.demo.quality import kl_divergence
-from mapflow.cli.status import fetch_stats
-from mapflow.connector.plan import load_plan, with_top_p
+from mapflow.cli.demo.openai import Completion, Server  # noqa: E402
+from mapflow.cli.demo.processes import Services, daemon_command, free_port, server_command, wait_ready  # noqa: E402
+from mapflow.cli.demo.quality import kl_divergence  # noqa: E402
+from mapflow.cli.status import fetch_stats  # noqa: E402
+from mapflow.connector.plan import load_plan, with_top_p  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
 
