@@ -69,12 +69,13 @@ class ReusingAttention:
         if connector is None:
             return plain(query, attn_metadata, output)
         worker: MapWorker = connector.map_worker
-        if not worker.has_work and not worker.times_plain(attn_metadata.num_actual_tokens):
-            return plain(query, attn_metadata, output)
         number = compat.layer_number(layer.layer_name)
-        if not worker.has_work and number is not None:
-            size = (attn_metadata.num_actual_tokens, attn_metadata.max_seq_len)
-            return worker.plain(number, *size, lambda: plain(query, attn_metadata, output))
+        if not worker.has_work:
+            num_rows = attn_metadata.num_actual_tokens
+            if number is None or not worker.times_plain(num_rows):
+                return plain(query, attn_metadata, output)
+            context = attn_metadata.max_seq_len
+            return worker.plain(number, num_rows, context, lambda: plain(query, attn_metadata, output))
         kv = self.paged_kv(layer, kv_cache)
         if number is None or kv is None:  # a layer whose queries are always there
             worker.skip_layer("layer_name" if number is None else "kv_layout", layer.layer_name)

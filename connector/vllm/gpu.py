@@ -117,14 +117,13 @@ class GpuReuse:
 
     def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRuns) -> KernelReuse:
         """Reuse of one step whose batch has `num_rows` rows; what earlier ones took tells which maps come in time."""
+        self._learn()
         size = _size(entries, num_rows)
-        if self._cost_model:
-            self._learn()
-            if size.plans and not self._gain.pays(size.num_rows, size.context, size.plans):
-                size = replace(size, plans=frozenset())
-                for one in entries:
-                    one.ranges.clear()
-                    one.report.reasons["no_gain"] += 1
+        if self._cost_model and size.plans and not self._gain.pays(size.num_rows, size.context, size.plans):
+            size = replace(size, plans=frozenset())
+            for one in entries:
+                one.ranges.clear()
+                one.report.reasons["no_gain"] += 1
         return KernelReuse(
             entries,
             size=size,
@@ -137,12 +136,14 @@ class GpuReuse:
         )
 
     def _late(self, size: StepSize, plan: Plan, wanted: Sequence[Transfer]) -> set[int]:
+        if not self._cost_model:
+            return set()
         saved = self._gain.saved_s(size.num_rows, size.context, size.plans) if size.plans else None
         return self._model.late(wanted, size.num_rows, size.context, begin=reads_from(plan), saved_s=saved)
 
     def plain_begins(self, layer: int, num_rows: int, context: int) -> None:
         """A layer of a step without orders begins; what it takes is what reuse is compared with."""
-        if layer == 0 and self._cost_model:
+        if layer == 0:
             self._learn()
         self._timer.begin(layer, StepSize(num_rows=num_rows, context=context))
 

@@ -71,7 +71,8 @@ class KernelReuse(StepReuse):
         self._groups: list[tuple[Plan, list[EntryReuse], StagedMaps]] = []
         for plan in {id(one.plan): one.plan for one in entries}.values():
             of_plan = [one for one in entries if one.plan is plan]
-            self._rows_of(of_plan)  # a small copy, which would wait behind those of maps
+            if all(one.ranges for one in of_plan):
+                self._rows_of(of_plan)  # a small copy, which would wait behind those of maps
             maps = StagedMaps(plan, of_plan, staging, read, lambda some: self._rows_of(some)[1])
             maps.give_up(late(plan, maps.transfers()))
             self._groups.append((plan, of_plan, maps))

@@ -13,6 +13,7 @@ import torch
 from mapflow.connector.messages import Extent
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan
 from mapflow.connector.vllm.batch import BatchRow
+from mapflow.connector.vllm.gpu import GpuReuse
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
 from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.map_reader import MapRun
@@ -283,6 +284,21 @@ def test_maps_that_would_come_too_late(step: _Step) -> None:
     assert [layer for entry, layer in step.reads if entry == 0] == [1, 2, 3, 4]
     assert reuse.entries[0].report.reasons == {"late": 1}
     assert reuse.entries[0].report.modes == {"static": 1, "guide": 2, "translate": 2}
+
+
+@pytest.mark.parametrize("cost_model", [True, False])
+def test_steps_that_reuse_made_slower_are_computed(step: _Step, cost_model: bool) -> None:
+    """Of the size of this one, where another took half as long without reuse."""
+    gpu = GpuReuse([step.plan], step.batch.device, 4 << 20, cost_model=cost_model)
+    rows, context = step.batch.num_rows, max(one.row_end for one in step.batch.segments)
+    gpu._gain.observe(rows, context, frozenset({"p"}), 1.0)
+    gpu._gain.observe(rows, context, frozenset(), 0.5)
+    entries = step.entries([one.block_table for one in step.batch.segments], with_maps=False)
+    reuse = gpu.step(entries, rows, step.read)
+    outs = _run(reuse, step.batch)
+    assert all(bool(out.isnan().all()) for out in outs) is cost_model
+    assert reuse.entries[0].report.reasons == ({"no_gain": 1} if cost_model else {})
+    assert bool(step.reads) is not cost_model
 
 
 def test_rows_that_nobody_measured(step: _Step, monkeypatch: pytest.MonkeyPatch) -> None:
