@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mapflow.cache_service.arena import Arena
+from mapflow.cache_service.arena import SEGMENT_FOLDER, Arena
 from mapflow.cache_service.config import Config, Endpoint, GpuArena
 from mapflow.cache_service.device_memory import CudaArenas, CudaError, within_pieces
 from mapflow.cache_service.errors import StartupError
@@ -130,9 +130,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Arena]:
-    """A host arena of 1 MiB full of noise."""
-    with Arena(1 << 20, tmp_path) as arena:
+def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
+    """A host arena of 1 MiB full of noise; for a GPU in shared memory, as CUDA registers no pages of a file."""
+    folder = SEGMENT_FOLDER if request.node.get_closest_marker("gpu") else tmp_path
+    with Arena(1 << 20, folder) as arena:
         list(arena.allocate())
         arena.write(0, random.Random(0).randbytes(1 << 20))
         yield arena
