@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mapflow.kernels.block_rows import BlockIndex, BlockRows
 from mapflow.kernels.guide_hopper import guide_hopper
 from mapflow.kernels.hopper import is_hopper
-from mapflow.kernels.pack import KERNEL_DTYPES, Packed, check_kernel_kv, pack
+from mapflow.kernels.pack import KERNEL_DTYPES, Packed, check_kernel_kv, pack_both
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tensor_check import check_group, check_tensor
 from mapflow.kernels.tuning import launch_config
@@ -41,7 +41,7 @@ def guide_attention(
     if out.stride(2) != 1:
         raise ValueError("out: expected the head_dim axis to be contiguous")
     index.check_fits(rows, query.shape[1])
-    keys, values = pack(kv.key_cache, rows), pack(kv.value_cache, rows)
+    keys, values = pack_both(kv, rows)
     if rows.block == 128 and is_hopper(kv.device):
         guide_hopper(query, keys, values, rows, index, scale * LOG2_E, out, group)
     else:

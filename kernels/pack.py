@@ -49,6 +49,16 @@ def pack(cache: torch.Tensor, rows: BlockRows, *, interleaved: bool = False) -> 
     return Packed(data=data)
 
 
+def pack_both(kv: PagedKV, rows: BlockRows) -> tuple[Packed, Packed]:
+    """Keys and values, as `pack`; in one launch where they are strided alike."""
+    keys, values = kv.key_cache, kv.value_cache
+    if keys.stride() != values.stride():
+        return pack(keys, rows), pack(values, rows)
+    data = keys.new_empty(2, keys.shape[1], rows.num_packed_tokens, keys.shape[3])
+    _launch(keys, rows, data, None, None, second=values)
+    return Packed(data=data[0]), Packed(data=data[1])
+
+
 def pack_e4m3(cache: torch.Tensor, rows: BlockRows, *, transposed: bool = False) -> Packed:
     """Quantise a cache to e4m3, one scale a head. `transposed`: each block as [head_dim, block], as V is multiplied."""
     heads, tokens, head_dim = cache.shape[1], rows.num_packed_tokens, cache.shape[3]
@@ -70,9 +80,11 @@ def _launch(
     *,
     transposed: bool = False,
     interleaved: bool = False,
+    second: torch.Tensor | None = None,
 ) -> None:
-    _pack_kernel[(rows.packed_blocks.shape[0], cache.shape[1])](
+    _pack_kernel[(rows.packed_blocks.shape[0], cache.shape[1], 1 if second is None else 2)](
         cache,
+        second,
         rows.block_tables,
         rows.packed_blocks,
         out,
@@ -90,6 +102,7 @@ def _launch(
         TRANSPOSED=transposed,
         INTERLEAVED=interleaved,
         SCALED=scale is not None,
+        BOTH=second is not None,
         num_warps=8,
     )
 
@@ -108,6 +121,7 @@ def _load_block(cache, tables, block, max_pages, stride_page, stride_head, strid
 @triton.jit(do_not_specialize=["max_pages", "num_tokens"])
 def _pack_kernel(
     cache,
+    second,
     tables,
     blocks,
     out,
@@ -125,11 +139,16 @@ def _pack_kernel(
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,
+    BOTH: tl.constexpr,
 ):
     """MEASURED: largest[head] = max(largest[head], largest magnitude of the block). Otherwise
-    out[head, block] = the block, scaled to e4m3 if SCALED, as [HEAD_DIM, BLOCK] if TRANSPOSED.
+    out[head, block] = the block, scaled to e4m3 if SCALED, as [HEAD_DIM, BLOCK] if TRANSPOSED. The heads of a second
+    cache come behind those of the first if BOTH.
     """
     head = tl.program_id(1)
+    if BOTH:
+        if tl.program_id(2) == 1:
+            cache = second
     block = blocks + tl.program_id(0) * 4
     x = _load_block(cache, tables, block, max_pages, stride_page, stride_head, stride_token, PAGE, BLOCK, HEAD_DIM)
     if MEASURED:
@@ -140,7 +159,8 @@ def _pack_kernel(
             x = (x.to(tl.float32) * (E4M3_MAX / most)).to(tl.float8e4nv)
             if tl.program_id(0) == 0:
                 tl.store(scale + head, most / E4M3_MAX)
-        place = out + (head.to(tl.int64) * num_tokens + tl.program_id(0) * BLOCK) * HEAD_DIM
+        row_of_heads = tl.program_id(2) * tl.num_programs(1) + head
+        place = out + (row_of_heads.to(tl.int64) * num_tokens + tl.program_id(0) * BLOCK) * HEAD_DIM
         if TRANSPOSED:
             where = tl.arange(0, HEAD_DIM)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             tl.store(place + where, tl.trans(x))

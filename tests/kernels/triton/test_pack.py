@@ -1,6 +1,7 @@
 """Packing, and the two tables that every kernel walks: block rows and maps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from mapflow.kernels.block_rows import BlockRows, ChunkSpan
 from mapflow.kernels.map_table import MapTable
-from mapflow.kernels.pack import pack, pack_e4m3
+from mapflow.kernels.pack import pack, pack_both, pack_e4m3
 from mapflow.kernels.row_segment import RowSegment
 
 E4M3, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
@@ -39,6 +40,11 @@ def test_packed_is_gathered(
         got = pack(cache, rows)
         assert got.scale is None
         assert torch.equal(got.data.cpu(), packed_tokens(batch, block, name))
+    apart = replace(batch.kv, value_cache=torch.cat([batch.kv.value_cache] * 2, dim=1)[:, : batch.kv.num_kv_heads])
+    assert apart.value_cache.stride() != apart.key_cache.stride() == batch.kv.value_cache.stride()
+    for kv in (batch.kv, apart):  # in one launch, and in two
+        for got, name in zip(pack_both(kv, rows), ("key", "value")):
+            assert torch.equal(got.data.cpu(), packed_tokens(batch, block, name))
 
 
 def test_interleaved_tokens(make_batch: Callable[..., Any]) -> None:
