@@ -96,13 +96,25 @@ class CaptureBuffer:
         if self._stream is None:
             return source.clone()
         out = torch.empty(source.shape[0], dtype=torch.uint8)
-        done = torch.cuda.Event(blocking=True)
+        halves = self._pinned.chunk(2)
+        under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # one is copied on while the next one comes
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            for begin in range(0, source.shape[0], _PINNED_BYTES):
-                part = source[begin : begin + _PINNED_BYTES]
-                self._pinned[: part.shape[0]].copy_(part, non_blocking=True)
+            for number, (part, target) in enumerate(
+                zip(source.split(halves[0].shape[0]), out.split(halves[0].shape[0]))
+            ):
+                half = halves[number % 2][: part.shape[0]]
+                half.copy_(part, non_blocking=True)
+                done = torch.cuda.Event(blocking=True)
                 done.record(self._stream)
-                done.synchronize()
-                out[begin : begin + part.shape[0]] = self._pinned[: part.shape[0]]
+                under_way.append((target, half, done))
+                if number:
+                    _land(*under_way.pop(0))
+        for one in under_way:
+            _land(*one)
         return out
+
+
+def _land(target: torch.Tensor, half: torch.Tensor, done: Any) -> None:
+    done.synchronize()
+    target.copy_(half)

@@ -326,6 +326,17 @@ def test_a_full_buffer_costs_maps_and_nothing_else(device: torch.device, want: L
     check_map(fetched(got[-1]), wanted[-1].map)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 8 << 20, (40 << 20) + 3])
+def test_rooms_come_to_the_host_whole(device: torch.device, num_bytes: int) -> None:
+    """In one piece of pinned memory after the other, where they are large."""
+    buffer = CaptureBuffer(64 << 20, device)
+    room = buffer.take(num_bytes, 64 << 20)
+    assert room is not None
+    noise = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+    buffer.data(room)[:num_bytes] = noise.to(device)
+    assert torch.equal(buffer.to_host(buffer.data(room)[:num_bytes], buffer.ready()), noise)
+
+
 def test_a_busy_thread_costs_maps_and_no_room(device: torch.device) -> None:
     captures = Captures(Prompts(device, 256), MASSES)
     captures.accepts = False
