@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,19 @@ class Engine:
             raise RuntimeError(f"an engine ended: {self._log.read_text(errors='replace')[-3000:]}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+@contextmanager
+def started(settings: Mapping[str, dict[str, Any]], logs: Path) -> Iterator[dict[str, Engine]]:
+    """Engines by name, started together and ready; stopped at the end."""
+    running = {name: Engine(one, logs / f"{name}.log") for name, one in settings.items()}
+    try:
+        for one in running.values():
+            one.wait()
+        yield running
+    finally:
+        for one in running.values():
+            one.stop()
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -14,8 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header
+from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header, started
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt
 
 from kernels import write_report
@@ -35,25 +34,12 @@ from mapflow.connector.wants import interest_of
 RESULTS = Path(__file__).parent / "results"
 
 
-@contextmanager
-def engines(
-    folder: Path, model: Path, endpoint: str, block: int, arguments: argparse.Namespace
-) -> Iterator[dict[str, Engine]]:
-    """Both, started together."""
+def settings(model: Path, endpoint: str, block: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Of both engines."""
     extra = {"endpoint": endpoint, "block": block, "chunk_tokens": CHUNK_TOKENS, "publish_queue": 4096}
     transfer = {"kv_connector": "mapflow", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
     common = {"model": str(model), "engine": engine_options(arguments), "online_density": None}
-    running = {
-        name: Engine({**common, "transfer": one}, (arguments.logs or folder) / f"{name}.log")
-        for name, one in (("plain", None), ("sender", transfer))
-    }
-    try:
-        for one in running.values():
-            one.wait()
-        yield running
-    finally:
-        for one in running.values():
-            one.stop()
+    return {"plain": {**common, "transfer": None}, "sender": {**common, "transfer": transfer}}
 
 
 def drained(endpoint: str, still_s: float = 0.5) -> tuple[int, int]:
@@ -140,7 +126,7 @@ def main() -> None:
             size: dict[str, Any] = {"first_layer": 3, "block": block, "chunk_tokens": CHUNK_TOKENS}
             plans[mode.value] = make_plan(model, model, name=mode.value, mode=mode, top_p=arguments.top_p, **size)
         endpoint = stack.enter_context(daemon(folder, arguments))
-        running = stack.enter_context(engines(folder, model, endpoint, block, arguments))
+        running = stack.enter_context(started(settings(model, endpoint, block, arguments), arguments.logs or folder))
         some = next(plan for plan in plans.values() if plan is not None)
         client = stack.enter_context(connected(endpoint, some.namespace(), None))
         print(f"{'for':8} {'context':>7} {'ms':>9} {'change':>8} {'published of what is wanted':>20}")

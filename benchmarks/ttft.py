@@ -14,8 +14,8 @@ import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header
+from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header, started
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
 
 from kernels import write_report
@@ -68,7 +68,6 @@ def variants(layers: int, tier: str, arguments: argparse.Namespace) -> list[Vari
     return found
 
 
-@contextmanager
 def engines(
     names: Collection[str],
     folder: Path,
@@ -76,7 +75,7 @@ def engines(
     plans: dict[str, Plan],
     endpoint: str,
     arguments: argparse.Namespace,
-) -> Iterator[dict[str, Engine]]:
+) -> AbstractContextManager[dict[str, Engine]]:
     """Those of the variants, started together: "plain", "online", and one that is named like the tier it reads."""
 
     def settings(name: str) -> dict[str, Any]:
@@ -90,14 +89,7 @@ def engines(
         density = arguments.guide_density if is_online else None
         return {**common, "transfer": transfer, "online_density": density}
 
-    running = {name: Engine(settings(name), (arguments.logs or folder) / f"{name}.log") for name in names}
-    try:
-        for one in running.values():
-            one.wait()
-        yield running
-    finally:
-        for one in running.values():
-            one.stop()
+    return started({name: settings(name) for name in names}, arguments.logs or folder)
 
 
 def measure(

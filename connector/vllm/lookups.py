@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from itertools import chain
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters, LimitedLog
@@ -146,15 +147,17 @@ class Lookups:
 
 def _mapped(state: RequestState, num_chunks: int, hits: Sequence[Hit], first: int) -> list[MappedChunk]:
     """The chunks of a run, of which every rank of the sender has maps."""
-    found = []
-    for number in range(num_chunks):
-        extents = tuple(extent for hit in hits for extent in hit.extents[number])
-        copies = tuple(
-            offset
-            for hit in hits
-            for offset in (hit.device_offsets[number] if hit.device_offsets else (NO_COPY,) * len(hit.extents[number]))
+    has_copies = any(hit.device_offsets for hit in hits)
+    return [
+        MappedChunk(
+            index=first + number,
+            key=state.keys[first + number],
+            extents=tuple(chain.from_iterable(hit.extents[number] for hit in hits)),
+            device_offsets=tuple(chain.from_iterable(_copies(hit, number) for hit in hits)) if has_copies else (),
         )
-        offsets = copies if any(hit.device_offsets for hit in hits) else ()
-        index = first + number
-        found.append(MappedChunk(index=index, key=state.keys[index], extents=extents, device_offsets=offsets))
-    return found
+        for number in range(num_chunks)
+    ]
+
+
+def _copies(hit: Hit, number: int) -> tuple[int, ...]:
+    return hit.device_offsets[number] if hit.device_offsets else (NO_COPY,) * len(hit.extents[number])

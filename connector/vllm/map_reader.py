@@ -136,9 +136,9 @@ class MapReader:
         num_heads = first.num_heads * len(found.ranks)
         _check_shape(plan, first.block, num_heads, first.chunk_blocks, first.first_chunk, order.chunks[0].index)
         _check_kind(want, approximate=first.approximate, has_tiles=first.tile_dtype is not None)
-        for rank, run in enumerate(found.ranks):
-            begin = rank * first.num_heads
-            own = [head for head in range(run.num_heads) if want.heads is None or begin + head in want.heads]
+        heads = range(num_heads) if want.heads is None else want.heads
+        for begin, run in zip(range(0, num_heads, first.num_heads), found.ranks):
+            own = [head - begin for head in heads if begin <= head < begin + run.num_heads]
             if not run.has_heads(found.source.numpy(), own):
                 raise _no_heads()
 
