@@ -11,9 +11,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
+
+import ttft_tables
+
 ROOT = Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels-nvidia-h200.json"
+TTFT = ROOT / "benchmarks" / "results" / "ttft-nvidia-h200.json"
+PUBLISHING = ROOT / "benchmarks" / "results" / "publishing-nvidia-h200.json"
 FP8 = ROOT / "benchmarks" / "results" / "fp8-quality.json"
 Case = dict[str, Any]
 
@@ -130,10 +136,22 @@ def fp8_quality(report: dict[str, Any]) -> str:
     return table(["", *header], rows)
 
 
+def end_to_end() -> dict[str, str]:
+    """Of the end-to-end results that are there."""
+    found = {}
+    if TTFT.exists():
+        report = json.loads(TTFT.read_text())
+        for name, make in (("aims", ttft_tables.ttft_aims), ("all", ttft_tables.ttft), ("rival", ttft_tables.rival)):
+            found[f"ttft {name}"] = table(*make(report))
+    if PUBLISHING.exists():
+        found["publishing"] = table(*ttft_tables.publishing(json.loads(PUBLISHING.read_text())))
+    return found
+
+
 def tables() -> dict[str, str]:
     """By the name of their place in the documentation."""
     report = json.loads(KERNELS.read_text())
-    return {
+    return end_to_end() | {
         "kernels aims": aims(report),
         "kernels full density": full_density(report),
         "kernels flex": flex(report),

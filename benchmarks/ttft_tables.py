@@ -1,0 +1,88 @@
+"""Tables of the end-to-end results, for `tables.py`: `benchmarks/results/ttft-*.json` and `publishing-*.json`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Case = dict[str, Any]
+
+# mode, tier, and the aim for each context: change of TTFT against plain vLLM, in percent (r = 3)
+AIMS: tuple[tuple[str, str, dict[int, float]], ...] = (
+    ("translate", "gpu", {8192: -19.0, 16384: -29.0, 32768: -40.0}),
+    ("translate", "pinned", {8192: -18.0, 16384: -28.0, 32768: -37.0}),
+    ("guide", "pinned", {8192: -13.0, 16384: -21.5, 32768: -33.0}),
+)
+NAMES = {
+    "plain": "plain vLLM",
+    "exact": "plugin, request opts out",
+    "miss": "plugin, miss",
+    "online": "blocks estimated online",
+}
+
+
+def ttft_aims(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: what was aimed at, and what was reached."""
+    rows = []
+    for mode, tier, aims in AIMS:
+        for context, aim in aims.items():
+            found = [one for one in report["cases"] if (one["mode"], one["tier"]) == (mode, tier) and one["r"] == 3]
+            for case in (one for one in found if one["context"] == context):
+                change = case["change_percent"]
+                verdict = "yes" if change <= aim else "**no**"
+                name = f"{mode}, density {case['density']:g}"
+                rows.append([f"{context:,}", name, tier, f"{aim:+.1f} %", f"{change:+.1f} %", verdict])
+    return ["context", "", "tier", "aim", "TTFT", "met"], rows
+
+
+def ttft(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: every case, in the order in which they were measured."""
+    rows = []
+    for case in report["cases"]:
+        name = NAMES.get(case["mode"], case["mode"])
+        where = f"{case['tier']}, r = {case['r']}" if case["tier"] else f"r = {case['r']}" if case["r"] else ""
+        spread = f"{min(case['samples']):.1f} to {max(case['samples']):.1f}"
+        change = "" if case["mode"] == "plain" else f"{case['change_percent']:+.1f} %"
+        density = f"{case['density']:.2f}" if case["density"] < 1 else ""
+        rows.append(
+            [f"{case['context']:,}", name, where, density, f"{case['ttft_ms']:.1f}", spread, change, _how(case)]
+        )
+    return ["context", "", "", "density", "median, ms", "of repeats", "to plain", "layers that reuse"], rows
+
+
+def _how(case: Case) -> str:
+    if "layers" not in case:
+        return ""
+    reasons = ", ".join(f"{count} {name}" for name, count in case["reasons"].items())
+    return f"{sum(case['layers'].values())}" + (f" ({reasons})" if reasons else "")
+
+
+def rival(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: guide beside the same attention over blocks that the receiver estimates itself."""
+    rows = []
+    for case in report["cases"]:
+        if (case["mode"], case["tier"]) != ("guide", "pinned"):
+            continue
+        same = [one for one in report["cases"] if one["mode"] == "online" and one["r"] == case["r"]]
+        for other in (one for one in same if one["context"] == case["context"]):
+            times = [f"{other['ttft_ms']:.1f}", f"{case['ttft_ms']:.1f}"]
+            faster = f"{100 * (1 - case['ttft_ms'] / other['ttft_ms']):.1f} %"
+            rows.append([f"{case['context']:,}", str(case["r"]), *times, faster])
+    return ["context", "r", "estimated online, ms", "guide, ms", "faster by"], rows
+
+
+def publishing(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: a sender's prefill, by whom it publishes for."""
+    names = {"nobody": "nobody", "guide": "guide: masses", "translate": f"translate: tiles, top-p {report['top_p']:g}"}
+    rows = [
+        [
+            f"{case['context']:,}",
+            names[case["mode"]],
+            f"{case['full_ms']:.1f}",
+            f"{case['prefill_ms']:.1f}",
+            f"{case['change_percent']:+.1f} %",
+            f"{100 * case['published_share']:.0f} %" if case["mode"] != "nobody" else "",
+            f"{case['published_mb']:,.0f}" if case["mode"] != "nobody" else "",
+        ]
+        for case in report["cases"]
+    ]
+    return ["context", "for", "plain, ms", "sender, ms", "change", "published of what is wanted", "MB a prompt"], rows
