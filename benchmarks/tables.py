@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels-nvidia-h200.json"
 TTFT = ROOT / "benchmarks" / "results" / "ttft-nvidia-h200.json"
+TTFT_SMALL = ROOT / "benchmarks" / "results" / "ttft-qwen3-1.7b-nvidia-h200.json"
 PUBLISHING = ROOT / "benchmarks" / "results" / "publishing-nvidia-h200.json"
 FP8 = ROOT / "benchmarks" / "results" / "fp8-quality.json"
 Case = dict[str, Any]
@@ -143,6 +144,8 @@ def end_to_end() -> dict[str, str]:
         report = json.loads(TTFT.read_text())
         for name, make in (("aims", ttft_tables.ttft_aims), ("all", ttft_tables.ttft), ("rival", ttft_tables.rival)):
             found[f"ttft {name}"] = table(*make(report))
+    if TTFT_SMALL.exists():
+        found["ttft qwen3-1.7b"] = table(*ttft_tables.ttft(json.loads(TTFT_SMALL.read_text())))
     if PUBLISHING.exists():
         found["publishing"] = table(*ttft_tables.publishing(json.loads(PUBLISHING.read_text())))
     return found
