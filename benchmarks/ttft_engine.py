@@ -80,6 +80,8 @@ def main() -> None:
         extra = None if request["mapflow"] is None else {"kv_transfer_params": {"mapflow": request["mapflow"]}}
         tokens = request["max_tokens"]
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("the prefix cache cannot be emptied while a request runs")
         start = time.perf_counter()
         (output,) = engine.generate({"prompt_token_ids": request["prompt"]}, params, use_tqdm=False)
         ms = 1e3 * (time.perf_counter() - start)
