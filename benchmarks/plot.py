@@ -1,4 +1,4 @@
-"""The figure of `docs/performance.md`, from `benchmarks/results`: `python benchmarks/plot.py`, with `mapflow[plots]`."""
+"""The figure of `docs/performance.md`: `python benchmarks/plot.py`, which needs `mapflow[plots]`."""
 
 from __future__ import annotations
 
