@@ -8,6 +8,7 @@ place when they ask again; one of them reads from pinned memory alone.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -310,3 +311,47 @@ def test_nothing_went_wrong(outcomes: dict[str, Outcome], variant: str) -> None:
     assert "Traceback" not in outcomes[variant].log
     assert "runs without reuse" not in outcomes[variant].log
     assert "projection[rows_without_queries]=" in outcomes[variant].log, "translated rows have no queries"
+
+
+def test_flash_attention_says_its_log_sum_exps() -> None:
+    """Two prompts in one call, one of them behind a cached prefix; a sender's tiles are made of them."""
+    from vllm.v1.attention.backends import flash_attn
+
+    from mapflow.connector.vllm.compat_attention import flash_row_lse
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    heads, kv_heads, dim, page = 4, 2, 128, 16
+    lengths, fresh = (300, 170), (300, 50)
+    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    pages = [-(-length // page) for length in lengths]
+    keys, values = (torch.randn(sum(pages), page, kv_heads, dim, **options) for _ in range(2))
+    table = torch.zeros(2, max(pages), dtype=torch.int32, device="cuda")
+    table[0, : pages[0]] = torch.arange(pages[0])
+    table[1, : pages[1]] = torch.arange(pages[0], sum(pages))
+    query = torch.randn(sum(fresh), heads, dim, **options)
+    out, starts = torch.empty_like(query), torch.tensor([0, fresh[0], sum(fresh)], dtype=torch.int32, device="cuda")
+    lse = flash_row_lse(
+        lambda: flash_attn.flash_attn_varlen_func(
+            q=query,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=starts,
+            max_seqlen_q=max(fresh),
+            seqused_k=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+            max_seqlen_k=max(lengths),
+            softmax_scale=dim**-0.5,
+            causal=True,
+            block_table=table,
+            fa_version=3,
+        )
+    )
+    assert lse is not None and lse.shape == (heads, sum(fresh))
+    for number, (length, own) in enumerate(zip(lengths, fresh)):
+        rows = slice(int(starts[number]), int(starts[number + 1]))
+        tokens = keys[table[number, : pages[number]].long()].flatten(0, 1)[:length].repeat_interleave(2, 1).double()
+        scores = torch.einsum("qhd,khd->hqk", query[rows].double(), tokens) * dim**-0.5
+        future = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1)[length - own :]
+        wanted = scores.masked_fill(future, -torch.inf).logsumexp(-1) / math.log(2)
+        assert float((lse[:, rows].double() - wanted).abs().max()) < 1e-3
+    assert flash_row_lse(lambda: None) is None and not out.isnan().any()
