@@ -1,4 +1,4 @@
-"""Real vLLM servers on the tiny pair, and a real daemon. Started once, together, for all tests of this folder."""
+"""Real vLLM servers on the tiny pair, and a real daemon. Started once, together, for all tests of a module."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def save_as(plan: Plan, folder: Path, name: str) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A daemon, a sender, three receivers and a plain server."""
     with tempfile.TemporaryDirectory(prefix="mapflow-") as name:
@@ -139,7 +139,7 @@ def cluster() -> Iterator[Cluster]:
             services.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def texts(cluster: Cluster) -> list[list[int]]:
     """Token ids of long texts."""
     lines = (EXAMPLES / "calibration.jsonl").read_text().splitlines()
