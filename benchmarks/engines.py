@@ -134,6 +134,14 @@ def connected(endpoint: str, namespace: Namespace, producer: Producer | None) ->
         client.close()
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What these benchmarks have in common."""
+    parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
+    parser.add_argument("--commit", default=None, help="the commit that is measured, where git cannot be asked")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--logs", type=Path, help="an existing folder where the logs of daemon and engines stay")
+
+
 def header(arguments: argparse.Namespace) -> dict[str, Any]:
     """What every results file begins with."""
     return {

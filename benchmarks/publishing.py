@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header, started
+from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, started
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt
 
 from kernels import write_report
@@ -110,10 +110,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=0.05, help="of the tiles that are kept")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--arena", default="48GiB", help="of the daemon; tiles of 16k tokens take 8 GB a prompt")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
-    parser.add_argument("--commit", default=None, help="the commit that is measured, where git cannot be asked")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--logs", type=Path, help="an existing folder where the logs of daemon and engines stay")
+    add_options(parser)
     arguments = parser.parse_args()
     report = {**header(arguments), "sender": arguments.sender, "top_p": arguments.top_p, "cases": []}
     output = arguments.output or RESULTS / f"publishing-{report['gpu'].replace(' ', '-').lower()}.json"

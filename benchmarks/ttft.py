@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, connected, daemon, engine_options, header, started
+from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, started
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
 
 from kernels import write_report
@@ -182,10 +182,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--arena", default="48GiB", help="of the daemon; translate at 32k tokens needs 30 GB")
     parser.add_argument("--gpu-arena", default="32GiB", help="of the daemon on the GPU; empty for none")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile and no CUDA graphs")
-    parser.add_argument("--commit", default=None, help="the commit that is measured, where git cannot be asked")
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--logs", type=Path, help="an existing folder where the logs of daemon and engines stay")
+    add_options(parser)
     arguments = parser.parse_args()
     report: dict[str, Any] = {
         **header(arguments),

@@ -70,17 +70,16 @@ class ReusingAttention:
             return plain(query, attn_metadata, output)
         worker: MapWorker = connector.map_worker
         number = compat.layer_number(layer.layer_name)
+        tokens = attn_metadata.num_actual_tokens
         if not worker.has_work:
-            num_rows = attn_metadata.num_actual_tokens
-            if number is None or not worker.times_plain(num_rows):
+            if number is None or not worker.times_plain(tokens):
                 return plain(query, attn_metadata, output)
             context = attn_metadata.max_seq_len
-            return worker.plain(number, num_rows, context, lambda: plain(query, attn_metadata, output))
+            return worker.plain(number, tokens, context, lambda: plain(query, attn_metadata, output))
         kv = self.paged_kv(layer, kv_cache)
         if number is None or kv is None:  # a layer whose queries are always there
             worker.skip_layer("layer_name" if number is None else "kv_layout", layer.layer_name)
             return plain(query, attn_metadata, output)
-        tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
         is_eligible = compat.is_plain_attention(self, attn_metadata)
         row_lse: torch.Tensor | None = None

@@ -142,11 +142,10 @@ def whole_rows(spans: Sequence[Span], query: torch.Tensor, row_lse: torch.Tensor
         queries.append(query[fresh])
         log_sums.append(None if row_lse is None else row_lse[:, fresh])
     places = accumulate((span.whole_end - span.first for span in spans), initial=0)
-    known = [one for one in log_sums if one is not None]
     return WholeRows(
         segments=[span.segment(span.first, span.whole_end, place) for span, place in zip(spans, places)],
         query=torch.cat(queries),
-        row_lse=torch.cat(known, dim=1) if len(known) == len(queries) else None,
+        row_lse=_joined(log_sums),
     )
 
 
@@ -161,6 +160,10 @@ def keep_rows(span: Span, query: torch.Tensor, row_lse: torch.Tensor | None) -> 
     if span.fresh > begin:
         queries.insert(0, span.partial)
         log_sums.insert(0, span.state.row_lse)
+    span.keep(torch.cat(queries), tiled=True, row_lse=_joined(log_sums))
+
+
+def _joined(log_sums: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Of all rows, unless some are not known."""
     known = [one for one in log_sums if one is not None]
-    kept = torch.cat(known, dim=1) if len(known) == len(queries) else None
-    span.keep(torch.cat(queries), tiled=True, row_lse=kept)
+    return torch.cat(known, dim=1) if len(known) == len(log_sums) else None

@@ -19,7 +19,7 @@ from mapflow.connector.vllm.kernel_capture import Defer, KernelCapture
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
 from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.pinned import PinnedArenas
-from mapflow.connector.vllm.reuse import EntryReuse, reads_from
+from mapflow.connector.vllm.reuse import EntryReuse, first_reused, reads_from
 from mapflow.connector.vllm.reuse_gain import ReuseGain
 from mapflow.connector.vllm.staged_maps import ReadRuns
 from mapflow.connector.vllm.staging import StagingBuffer
@@ -112,7 +112,7 @@ class GpuReuse:
         self._tensors = DevicePlans(device)
         self._model = TransferModel()
         self._gain = ReuseGain()
-        self._timer = LayerTimer(device, min(map(_first_reused, plans)), len(plans[0].layers) - 1)
+        self._timer = LayerTimer(device, min(map(first_reused, plans)), len(plans[0].layers) - 1)
         self._cost_model = cost_model
 
     def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRuns) -> KernelReuse:
@@ -179,10 +179,6 @@ class GpuReuse:
             for plan in self._plans
             if any(layer.mode is Mode.TRANSLATE for layer in plan.layers)
         }
-
-
-def _first_reused(plan: Plan) -> int:
-    return next((number for number, layer in enumerate(plan.layers) if layer.mode is not Mode.COMPUTE), 0)
 
 
 def _size(entries: Sequence[EntryReuse], num_rows: int) -> StepSize:

@@ -81,14 +81,18 @@ def covered_ranges(maps: LayerMaps, row_begin: int, row_end: int) -> list[tuple[
     return ranges
 
 
+def first_reused(plan: Plan) -> int:
+    """First receiver layer that reuses anything; 0 where none does."""
+    return next((number for number, layer in enumerate(plan.layers) if layer.mode is not Mode.COMPUTE), 0)
+
+
 def reads_from(plan: Plan) -> int:
     """Receiver layer behind which maps are first read.
 
     The later, the more layers a GPU has before it while the host reads; tiles take about a layer's time to be copied.
     """
-    modes = ((number, layer.mode) for number, layer in enumerate(plan.layers) if layer.mode is not Mode.COMPUTE)
-    first, mode = next(modes, (0, Mode.COMPUTE))
-    return max(first - (2 if mode is Mode.TRANSLATE else 1), 0)
+    first = first_reused(plan)
+    return max(first - (2 if plan.layers[first].mode is Mode.TRANSLATE else 1), 0)
 
 
 class StepReuse:

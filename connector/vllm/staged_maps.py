@@ -184,15 +184,14 @@ class StagedMaps:
     def _add(self, region: Region, found: _Read) -> None:
         data, group = self._staging.data(region), _Group(region, set(found.runs))
         for (layer, runs), (begin, shape) in zip(found.runs.items(), found.layout.tables):
-            first, copies = next(iter(runs.values())).first, next(iter(runs.values())).copies
-            in_place = _in_place(runs.values())
+            sample, in_place = next(iter(runs.values())), _in_place(runs.values())
             table = MapTable(
-                arena=copies if in_place and copies is not None else data,
+                arena=sample.copies if in_place and sample.copies is not None else data,
                 sections=data[begin : begin + 8 * math.prod(shape)].view(torch.int64).view(shape),
                 spans=self._spans_of([one for one in self._entries if one.entry in runs]),
-                block=first.block,
-                chunk_blocks=first.chunk_blocks,
-                tile_dtype=first.tile_dtype,
+                block=sample.first.block,
+                chunk_blocks=sample.first.chunk_blocks,
+                tile_dtype=sample.first.tile_dtype,
             )
             self._staged[layer] = StagedLayer(group, table, runs, in_place)
 

@@ -8,7 +8,7 @@ there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -82,7 +82,7 @@ class MapWorker:
             self._capture.begin_step()
             for request_id in ended:
                 self._capture.end(request_id)
-            if any(step.capture for step in steps):
+            if self._captures:
                 self._step_wants = self._wants()
 
     def end_step(self) -> dict[str, ReuseReport]:
@@ -153,13 +153,18 @@ class MapWorker:
 
     def may_reuse(self, layer: int) -> bool:
         """Whether any order of this step is for this layer; known before `place`."""
-        plans = (self._plans[step.reuse.plan] for step in self._steps if step.reuse is not None)
-        return any(plan.layers[layer].mode is not Mode.COMPUTE for plan in plans)
+        return any(plan.layers[layer].mode is not Mode.COMPUTE for plan in self._step_plans())
 
     def must_prepare(self, layer: int) -> bool:
         """Whether anything is to be done for this step behind a layer that nobody reuses."""
-        plans = (self._plans[step.reuse.plan] for step in self._steps if step.reuse is not None)
-        return any(step.capture for step in self._steps) or any(layer >= reads_from(plan) for plan in plans)
+        return self._captures or any(layer >= reads_from(plan) for plan in self._step_plans())
+
+    @property
+    def _captures(self) -> bool:
+        return any(step.capture for step in self._steps)
+
+    def _step_plans(self) -> Iterator[Plan]:
+        return (self._plans[step.reuse.plan] for step in self._steps if step.reuse is not None)
 
     def rest(self, layer: int) -> tuple[frozenset[int], list[RowRange]]:
         """Which entries this layer reuses, and the rows of the batch that vLLM must compute."""
@@ -229,7 +234,7 @@ class MapWorker:
         want = self._step_wants.get(layer)
         if self._capture is None or want is None or not want.tile_top_p or not self._capture.takes_row_lse:
             return False
-        return any(step.capture for step in self._steps)
+        return self._captures
 
     def measure(
         self, layer: int, query: torch.Tensor, kv: PagedKV, scale: float, row_lse: torch.Tensor | None = None
