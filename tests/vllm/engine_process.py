@@ -2,7 +2,7 @@
 
 JOB: {"model", "transfer": KV transfer config or null, "engine": keyword arguments, "wait_for": file or null, "batches":
 [{"prompts": [token ids], "mapflow": parameters or null, "max_tokens"}]}. Each batch's prompts are in one `generate`.
-With `"disable_log_stats": false` in "engine" it prints how often requests were preempted.
+With `"disable_log_stats": false` in "engine" it prints after each batch how often requests were preempted so far.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def main() -> None:
         )
         prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
         results.append([_result(one) for one in engine.generate(prompts, params, use_tqdm=False)])
+        if not job["engine"].get("disable_log_stats", True):
+            found = [one.value for one in engine.get_metrics() if one.name == "vllm:num_preemptions"]
+            print(f"preemptions: {sum(found)}")
     path.with_suffix(".out.json").write_text(json.dumps(results))
-    if not job["engine"].get("disable_log_stats", True):
-        found = [one.value for one in engine.get_metrics() if one.name == "vllm:num_preemptions"]
-        print(f"preemptions: {sum(found)}")
 
 
 def _result(output: Any) -> dict[str, Any]:
