@@ -17,10 +17,12 @@ import torch
 
 from kernels import git_commit, versions
 from mapflow.cli.demo.processes import Services, daemon_command, wait_ready
+from mapflow.cli.status import fetch_stats
 from mapflow.connector.client import Client
 from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.messages import Producer
 from mapflow.connector.namespace import Namespace
+from mapflow.v1.cache_pb2 import StatsResponse
 
 CHUNK_TOKENS = 512
 
@@ -96,7 +98,12 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         return options | {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": 6 << 30, "dtype": "bfloat16"}
-    return options | {"dtype": "float32", "block_size": 32}
+    return options | {
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": 1 << 30,
+        "dtype": "float32",
+        "block_size": 32,
+    }
 
 
 @contextmanager
@@ -112,6 +119,19 @@ def daemon(folder: Path, arguments: argparse.Namespace, *options: str) -> Iterat
         yield endpoint
     finally:
         services.stop()
+
+
+def settled(endpoint: str, still_s: float = 0.5) -> StatsResponse:
+    """Wait until nothing is published or copied to a GPU any more; what the daemon then says of itself."""
+    before, since = (), time.monotonic()
+    while True:
+        stats = fetch_stats(endpoint)
+        now = (stats.num_entries, *(one.promoted_entries for one in stats.device_arenas))
+        if now != before:
+            before, since = now, time.monotonic()
+        elif time.monotonic() - since > still_s:
+            return stats
+        time.sleep(0.05)
 
 
 @contextmanager

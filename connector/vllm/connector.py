@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from mapflow.connector.vllm import compat, compat_attention
+from mapflow.connector.vllm import cache_salt, compat, compat_attention
 from mapflow.connector.vllm.capture import Capture, StepCapture
 from mapflow.connector.vllm.config import ConfigError
 from mapflow.connector.vllm.device_arenas import DeviceArenas
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -144,6 +145,7 @@ class MapFlowConnector(KVConnectorBase_V1):
             clock=time.monotonic,
             linger_s=COPY_WITHIN_S if compat.on_gpu() else 0.0,
         )
+        cache_salt.make_requests_with(partial(_salt_of, self.map_scheduler))
 
     def _safely(self, call: Callable[[], _T], otherwise: _T) -> _T:
         """A bug of ours must never end the engine: it is logged and counted, and vLLM goes on without us."""
@@ -171,9 +173,7 @@ class MapFlowConnector(KVConnectorBase_V1):
         scheduler = self.map_scheduler
         if scheduler is None:
             return
-        salt = self._safely(lambda: scheduler.add(request, plain_text=compat.is_plain_text(request)), None)
-        if salt is not None:
-            compat.set_cache_salt(request, salt)
+        self._safely(lambda: _take_in(scheduler, request), None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Never any tokens; None while the look-up of this request's maps is under way."""
@@ -259,3 +259,15 @@ class MapFlowConnector(KVConnectorBase_V1):
         if self._engine is not None:
             self._engine.counter_log.flush()
             self._engine.client.close()
+
+
+def _salt_of(scheduler: MapScheduler, request: EngineCoreRequest) -> str | None:
+    params, plain_text = compat.transfer_params(request), compat.is_plain_text(request)
+    return scheduler.salt(params, plain_text=plain_text, users_salt=request.cache_salt)
+
+
+def _take_in(scheduler: MapScheduler, request: Request) -> None:
+    users_salt, plain_text = cache_salt.users_salt(request), compat.is_plain_text(request)
+    salt = scheduler.salt(request.kv_transfer_params, plain_text=plain_text, users_salt=users_salt)
+    cache_salt.set_salt(request, users_salt if salt is None else salt)
+    scheduler.add(request, plain_text=plain_text, users_salt=users_salt)

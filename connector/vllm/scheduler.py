@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
@@ -40,7 +40,6 @@ class PromptRequest(Protocol):
     prompt_token_ids: list[int] | None
     num_prompt_tokens: int
     kv_transfer_params: dict[str, object] | None
-    cache_salt: str | None
 
 
 class MapScheduler:
@@ -87,12 +86,23 @@ class MapScheduler:
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
-    def add(self, request: PromptRequest, *, plain_text: bool) -> str | None:
-        """Take in a new request; returns the salt that keeps its KV apart from exact KV, or None to leave it alone.
+    def salt(self, params: Mapping[str, object] | None, *, plain_text: bool, users_salt: str | None) -> str | None:
+        """The salt that keeps the KV of a request with these KV transfer parameters apart from exact KV.
+
+        None to leave its KV alone. The other arguments are those of `add`. May be called on any thread.
+        """
+        plan_index, _ = choose_plan(RequestParams.parse(params)[0], self._plans)
+        if not plain_text or plan_index is None:
+            return None
+        return f"{users_salt or ''}|mapflow:{self._digests[plan_index]}"
+
+    def add(self, request: PromptRequest, *, plain_text: bool, users_salt: str | None) -> None:
+        """Take in a new request.
 
         Args:
             request: the request as vLLM made it.
             plain_text: False for prompts of embeddings, images or LoRA adapters, which are left alone.
+            users_salt: the cache salt that the user gave.
         """
         params, complaint = RequestParams.parse(request.kv_transfer_params)
         if complaint:
@@ -106,7 +116,7 @@ class MapScheduler:
             plan_index, fate, tokens = None, Fate.UNSUPPORTED_INPUT, []
         elif request.num_prompt_tokens <= self._namespace.chunk_tokens:
             fate = Fate.TOO_SHORT if fate is Fate.REUSE else fate
-        namespace = self._salted(request.cache_salt)
+        namespace = self._salted(users_salt)
         state = RequestState(
             request_id=request.request_id,
             num_prompt=request.num_prompt_tokens,
@@ -124,9 +134,6 @@ class MapScheduler:
             state.resume = self._unfinished.find(namespace, state.keys, tokens)
             state.keep = self._unfinished.name(namespace, state.keys, tokens)
             self._probe(state)
-        if plan_index is None:
-            return None
-        return f"{request.cache_salt or ''}|mapflow:{self._digests[plan_index]}"
 
     def _salted(self, cache_salt: str | None) -> Namespace:
         if not cache_salt:

@@ -1,8 +1,9 @@
 """The maps that one plan's requests need in a step, some sender layers after the other, by way of the staging buffer.
 
-Sender layers are taken in the order in which the receiver's layers first read them, a few ahead, and small ones many at
-once: on the host a copy costs the same however little it moves. What cannot be read, does not cover the rows or finds
-no room is left out of its layer, and the request's report says why.
+Sender layers are taken in the order in which the receiver's layers first read them, a few ahead. Small ones are taken
+more and more at once: on the host a copy costs the same however little it moves, but the first of them are read while
+the GPU has little else to do. What cannot be read, does not cover the rows or finds no room is left out of its layer,
+and the request's report says why.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class StagedMaps:
         self._pending = list(self._first_use)
         self._staged: dict[int, StagedLayer] = {}
         self._waiting: _Read | None = None  # of the first pending layers, read before there was room
+        self._most_together = 1
 
     def transfers(self) -> list[Transfer]:
         """What is still to be copied, in that order."""
@@ -114,6 +116,7 @@ class StagedMaps:
             if not self._stage(together, must):
                 return
             del self._pending[: len(together)]
+            self._most_together *= 2
             ahead -= not must
 
     def of_layer(self, layer: int) -> StagedLayer | None:
@@ -134,7 +137,7 @@ class StagedMaps:
         room = min(TOGETHER_BYTES, self._staging.num_bytes // 4)
         found = self._pending[:1]
         room -= self._num_bytes[found[0]]
-        for one in self._pending[1:]:
+        for one in self._pending[1 : self._most_together]:
             room -= self._num_bytes[one]
             if room < 0 or (one in self._tiled) != (found[0] in self._tiled):
                 break

@@ -110,7 +110,9 @@ class Bench:
         )
 
     def add(self, request: Request, *, plain_text: bool = True) -> str | None:
-        return self.scheduler.add(request, plain_text=plain_text)
+        users_salt = request.cache_salt
+        self.scheduler.add(request, plain_text=plain_text, users_salt=users_salt)
+        return self.scheduler.salt(request.kv_transfer_params, plain_text=plain_text, users_salt=users_salt)
 
     def run(self, name: str, begin: int, rows: int, *, restarted: bool = False):  # type: ignore[no-untyped-def]
         pages = range(-(-(begin + rows) // PAGE)) if restarted else range(-(-begin // PAGE), -(-(begin + rows) // PAGE))
