@@ -152,8 +152,8 @@ class GpuReuse:
         self._timer.end(layer)
 
     def _learn(self) -> None:
-        for num_bytes, seconds in self._staging.copies_done():
-            self._model.observe_copy(num_bytes, seconds)
+        for num_bytes, seconds, num_parts in self._staging.copies_done():
+            self._model.observe_copy(num_bytes, seconds, num_parts)
         for size, seconds in self._timer.observed():
             if size.plans is not None:
                 self._gain.observe(size.num_rows, size.context, size.plans, seconds)

@@ -48,7 +48,7 @@ class StagingBuffer:
         self._regions: list[Region] = []
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._timed: deque[tuple[Any, Any, int]] = deque()  # in the stream's order
+        self._timed: deque[tuple[Any, Any, int, int]] = deque()  # in the stream's order
 
     @property
     def num_bytes(self) -> int:
@@ -83,15 +83,16 @@ class StagingBuffer:
                 for offset, part in parts:
                     target[offset : offset + part.shape[0]].copy_(part, non_blocking=True)
                 region.copied.record(self._stream)
-            self._timed.append((started, region.copied, num_bytes))
+            self._timed.append((started, region.copied, num_bytes, len(parts)))
         return region
 
-    def copies_done(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of the copies that ended since the last call; waits for none."""
-        done: list[tuple[Any, Any, int]] = []
+    def copies_done(self) -> list[tuple[int, float, int]]:
+        """Bytes, seconds and number of parts of each `load` whose copies ended since the last call; waits for none."""
+        done = []
         while self._timed and self._timed[0][1].query():
-            done.append(self._timed.popleft())
-        return [(num_bytes, 1e-3 * started.elapsed_time(ended)) for started, ended, num_bytes in done]
+            started, ended, num_bytes, num_parts = self._timed.popleft()
+            done.append((num_bytes, 1e-3 * started.elapsed_time(ended), num_parts))
+        return done
 
     def wait(self, region: Region) -> None:
         """Let the current stream wait until a region is filled."""

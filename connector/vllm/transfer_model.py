@@ -14,7 +14,7 @@ _WEIGHT = 0.25  # of a new observation in the running mean
 _SLACK = 1.1  # a copy may take this much longer than was observed
 _FORGIVENESS = 1.1
 _SAVED = 0.1  # of a layer's time, at the least where reuse is worth anything
-_MEASURABLE_BYTES = 4 << 20  # a smaller copy takes as long as its launches do, which says nothing about the link
+_MEASURABLE_BYTES = 1 << 20  # a smaller copy takes as long as its launch does, which says nothing about the link
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class TransferModel:
         self._bytes_per_s: float | None = None
         self._layer_s: dict[tuple[int, int], float] = {}
 
-    def observe_copy(self, num_bytes: int, seconds: float) -> None:
-        """A copy of so many bytes took so long; small ones tell nothing and are left out."""
-        if num_bytes >= _MEASURABLE_BYTES and seconds > 0:
+    def observe_copy(self, num_bytes: int, seconds: float, num_parts: int = 1) -> None:
+        """So many copies, one behind the other, took so long; small ones tell nothing and are left out."""
+        if num_bytes >= _MEASURABLE_BYTES * num_parts and seconds > 0:
             self._bytes_per_s = running_mean(self._bytes_per_s, num_bytes / seconds)
 
     def observe_layers(self, num_rows: int, context: int, seconds: float) -> None:

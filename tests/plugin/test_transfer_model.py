@@ -73,7 +73,8 @@ def test_a_link_that_was_slow_once_gets_another_chance() -> None:
 def test_small_copies_say_nothing_about_the_link() -> None:
     one = model(bytes_per_s=50e9)
     for _ in range(100):
-        one.observe_copy(300_000, 300e-6)  # 16 launches
+        one.observe_copy(300_000, 300e-6, 16)
+        one.observe_copy(8 << 20, 640e-6, 64)  # masses of 32k tokens: 10 us a launch
     assert one.late([Transfer(layer, layer, 200 * 10**6) for layer in range(3, 36)], *STEP) == set()
 
 
