@@ -28,4 +28,4 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

