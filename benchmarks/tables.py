@@ -142,8 +142,7 @@ def end_to_end() -> dict[str, str]:
     found = {}
     if TTFT.exists():
         report = json.loads(TTFT.read_text())
-        for name, make in (("aims", ttft_tables.ttft_aims), ("all", ttft_tables.ttft), ("rival", ttft_tables.rival)):
-            found[f"ttft {name}"] = table(*make(report))
+        found |= {f"ttft {name}": table(*make(report)) for name, make in ttft_tables.TTFT.items()}
     if TTFT_SMALL.exists():
         found["ttft qwen3-1.7b"] = table(*ttft_tables.ttft(json.loads(TTFT_SMALL.read_text())))
     if PUBLISHING.exists():

@@ -70,6 +70,13 @@ def rival(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["context", "r", "estimated online, ms", "guide, ms", "faster by"], rows
 
 
+def decode(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and row: a decoded token, which nothing should change."""
+    plain, plugin = (report["decode_ms_per_token"][name] for name in ("plain", "pinned"))
+    row = [f"{plain:.2f}", f"{plugin:.2f}", f"{100 * (plugin / plain - 1):+.1f} %"]
+    return ["a decoded token, ms", "with the plugin", "change"], [row]
+
+
 def publishing(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: a sender's prefill, by whom it publishes for."""
     names = {"nobody": "nobody", "guide": "guide: masses", "translate": f"translate: tiles, top-p {report['top_p']:g}"}
@@ -86,3 +93,7 @@ def publishing(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for case in report["cases"]
     ]
     return ["context", "for", "plain, ms", "sender, ms", "change", "published of what is wanted", "MB a prompt"], rows
+
+
+TTFT = {"aims": ttft_aims, "all": ttft, "rival": rival, "decode": decode}
+"""Tables of one `ttft-*.json`, by the name of their place in the documentation."""
