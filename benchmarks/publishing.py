@@ -27,6 +27,7 @@ from ttft_setup import SHAPES, make_model, make_plan, make_prompt
 
 from kernels import write_report
 from mapflow.connector.client import Client
+from mapflow.connector.messages import Want
 from mapflow.connector.plan import Mode, Plan
 from mapflow.connector.wants import interest_of
 
@@ -55,17 +56,20 @@ def measure(
         client.set_interests([interest_of(plan, plan.namespace())] if plan is not None else [])
         time.sleep(0.5)  # until the sender knows
         samples: dict[str, list[float]] = {name: [] for name in running}
+        prompts: dict[str, list[int]] = {}
         before = settled(client.config.endpoint)
-        entries = num_bytes = 0
+        entries = num_bytes = chunks = 0
         for repeat in range(arguments.repeats + 1):
             for name in seeds.sample(sorted(running), len(running)):
-                ms = running[name].ask(make_prompt(context, seeds.randrange(1 << 30)), None)["ms"]
+                prompts[name] = make_prompt(context, seeds.randrange(1 << 30))
+                ms = running[name].ask(prompts[name], None)["ms"]
                 if repeat:
                     samples[name].append(ms)
             now = settled(client.config.endpoint)
             if repeat:
                 entries += now.num_entries - before.num_entries
                 num_bytes += now.arenas[0].used_bytes - before.arenas[0].used_bytes
+                chunks += reusable_chunks(client, plan, prompts["sender"]) if plan is not None else 0
             before = now
         wanted = len(plan.map_layers) * (context // CHUNK_TOKENS) if plan is not None else 0
         ms, full = (statistics.median(samples[name]) for name in ("sender", "plain"))
@@ -77,6 +81,7 @@ def measure(
                 "full_ms": round(full, 2),
                 "change_percent": round(100 * (ms / full - 1), 2),
                 "published_share": round(entries / arguments.repeats / wanted, 3) if wanted else 0.0,
+                "reusable_share": round(chunks / arguments.repeats / (context // CHUNK_TOKENS), 3),
                 "published_mb": round(num_bytes / arguments.repeats / 1e6, 1),
                 "samples": [round(one, 2) for one in samples["sender"]],
                 "full_samples": [round(one, 2) for one in samples["plain"]],
@@ -84,10 +89,18 @@ def measure(
         )
         print(
             f"{mode:8} {context:7} {ms:9.2f} {cases[-1]['change_percent']:+7.1f}% "
-            f"{100 * cases[-1]['published_share']:6.1f}% {cases[-1]['published_mb']:9.1f} MB",
+            f"{100 * cases[-1]['published_share']:6.1f}% {100 * cases[-1]['reusable_share']:6.1f}% "
+            f"{cases[-1]['published_mb']:9.1f} MB",
             flush=True,
         )
     return cases
+
+
+def reusable_chunks(client: Client, plan: Plan, prompt: list[int]) -> int:
+    """Chunks from the first one on that a receiver would find in all layers."""
+    want = Want(model=plan.sender.model_id, layers=plan.map_layers)
+    hits = client.lookup(plan.namespace().chunk_keys(prompt), [want], 0.0).result().hits
+    return max((hit.num_chunks for hit in hits), default=0)
 
 
 def main() -> None:
@@ -97,7 +110,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 16384])
     parser.add_argument("--top-p", type=float, default=0.05, help="of the tiles that are kept")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--arena", default="48GiB", help="of the daemon; tiles of 16k tokens take 8 GB a prompt")
+    parser.add_argument("--arena", default="56GiB", help="of the daemon; tiles of 16k tokens take 8 GB a prompt")
     add_options(parser)
     arguments = parser.parse_args()
     report = {**header(arguments), "sender": arguments.sender, "top_p": arguments.top_p, "cases": []}
@@ -114,7 +127,7 @@ def main() -> None:
         running = stack.enter_context(started(settings(model, endpoint, block, arguments), arguments.logs or folder))
         some = next(plan for plan in plans.values() if plan is not None)
         client = stack.enter_context(connected(endpoint, some.namespace(), None))
-        print(f"{'for':8} {'context':>7} {'ms':>9} {'change':>8} {'published of what is wanted':>20}")
+        print(f"{'for':8} {'context':>7} {'ms':>9} {'change':>8} published reusable")
         seeds = random.Random(1)
         for context in arguments.contexts:
             report["cases"] += measure(running, client, plans, context, seeds, arguments)

@@ -88,11 +88,13 @@ def publishing(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             f"{case['prefill_ms']:.1f}",
             f"{case['change_percent']:+.1f} %",
             f"{100 * case['published_share']:.0f} %" if case["mode"] != "nobody" else "",
+            f"{100 * case['reusable_share']:.0f} %" if "reusable_share" in case and case["mode"] != "nobody" else "",
             f"{case['published_mb']:,.0f}" if case["mode"] != "nobody" else "",
         ]
         for case in report["cases"]
     ]
-    return ["context", "for", "plain, ms", "sender, ms", "change", "published of what is wanted", "MB a prompt"], rows
+    columns = ["published of what is wanted", "of the prompt, from its start, in all layers", "MB a prompt"]
+    return ["context", "for", "plain, ms", "sender, ms", "change", *columns], rows
 
 
 TTFT = {"aims": ttft_aims, "all": ttft, "rival": rival, "decode": decode}

@@ -118,6 +118,10 @@ class ArenaSet:
         """The mapping of an arena of that boot, where there is one."""
         return self._arenas.get(arena_id) if boot_id == self.boot_id else None
 
+    def mapped(self) -> list[tuple[bytes, Arena]]:
+        """All of them, each with its boot."""
+        return [(self.boot_id, arena) for arena in list(self._arenas.values())]
+
     def close(self) -> None:
         """Unmap all of them."""
         arenas, self._arenas, self.boot_id = self._arenas, {}, b""

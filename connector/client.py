@@ -256,6 +256,10 @@ class Client:
             raise Unavailable(Reason.NO_SHARED_MEMORY, f"arena {arena_id} is not mapped")
         return arena
 
+    def mapped_arenas(self) -> list[tuple[bytes, Arena]]:
+        """The arenas that are mapped now, each with the daemon's boot; empty without a session."""
+        return self._arenas.mapped()
+
     def publish(self, kind: Kind, producer: str, blobs: Sequence[PendingBlob]) -> PublishReport:
         """Reserve, write in place and commit; where no memory is shared, store. Blocks; for a publisher thread.
 

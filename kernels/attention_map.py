@@ -52,6 +52,7 @@ class TileSet:
     `[indptr[h, r], indptr[h, r + 1])` of `indices` and `values`, columns ascending.
 
     Contents are checked where the tensors lie on the CPU; on an accelerator only shapes are (a check would stall it).
+    Values may lie on an accelerator while the rest lies on the CPU, as on their way from one to the other.
     """
 
     indptr: torch.Tensor  # i32 [num_heads, num_row_blocks + 1], global: indptr[h, -1] == indptr[h + 1, 0]
@@ -63,7 +64,8 @@ class TileSet:
         device = self.indptr.device
         check_tensor("tiles.indices", self.indices, shape=("nnz",), dtypes=(torch.int32,), device=device)
         shape = (self.indices.shape[0], "block", "block")
-        check_tensor("tiles.values", self.values, shape=shape, dtypes=TILE_DTYPES, device=device)
+        elsewhere = None if device.type == "cpu" else device
+        check_tensor("tiles.values", self.values, shape=shape, dtypes=TILE_DTYPES, device=elsewhere)
         if self.values.shape[1] != self.values.shape[2]:
             raise ValueError(f"tiles.values: expected square tiles, got {list(self.values.shape)}")
         check_block(self.values.shape[1])
@@ -86,7 +88,7 @@ class TileSet:
         row_starts[offsets] = True
         if bool((self.indices < 0).any()) or not bool(((self.indices.diff() > 0) | row_starts[1:-1]).all()):
             raise ValueError("tiles.indices: expected block columns of at least 0, ascending within each block row")
-        if not tiles_are_valid(self.values):
+        if self.values.device.type == "cpu" and not tiles_are_valid(self.values):
             raise ValueError("tiles.values: expected probabilities in [0, 1], got NaN, a negative value or more than 1")
 
     @property

@@ -7,6 +7,7 @@ multiple of the buffer. Format: `blob_layout.py`. No sockets, leases or shared-m
 
 import enum
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +55,9 @@ def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, i
     `identity`: 64 bits that tie the blob to its place in the cache, so that a reader whose bytes were replaced by
     another sound blob notices.
 
-    The header goes last and the magic is wiped first, so that a half-written buffer never looks valid. Copies to the
-    host what lies on an accelerator. Raises ValueError, and writes nothing, if the buffer is read-only or too small.
+    The header goes last and the magic is wiped first, so that a half-written buffer never looks valid. What lies on a
+    GPU is copied to the host; its tiles go straight into `buffer`, on the current stream, which is waited for. Raises
+    ValueError, and writes nothing, if the buffer is read-only or too small.
     """
     view = memoryview(buffer).cast("B")
     header = _header_of(attention_map)
@@ -68,16 +70,17 @@ def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, i
         raise ValueError(f"buffer: expected at least {total} bytes, got {len(view)}")
     out = np.frombuffer(view, dtype=np.uint8, count=total)
     out[: layout.HEADER_BYTES] = 0
-    offset, first_tile, table = header.prologue_bytes, 0, b""
-    mass = attention_map.mass.cpu().numpy()
-    for head, section in enumerate(sections):
-        data = out[offset : offset + section.num_bytes]
+    ends = list(accumulate((section.num_bytes for section in sections), initial=header.prologue_bytes))
+    heads = [out[begin:end] for begin, end in pairwise(ends)]
+    first_tile, mass, tiles = 0, attention_map.mass.cpu().numpy(), attention_map.tiles
+    for head, (section, data) in enumerate(zip(sections, heads)):
         _put(data, 0, mass[head], "u1", end=section.indptr_offset)
-        if attention_map.tiles is not None:
-            _write_tiles(attention_map.tiles, head, first_tile, section, data)
-        table += layout.HEAD_ENTRY.pack(offset, section.num_bytes, _checksum(data))
-        offset += section.num_bytes
+        if tiles is not None:
+            _write_tiles(tiles, head, first_tile, section, data)
         first_tile += section.num_tiles
+    if tiles is not None and tiles.values.device.type == "cuda":
+        torch.cuda.current_stream(tiles.values.device).synchronize()
+    table = b"".join(layout.HEAD_ENTRY.pack(begin, len(data), _checksum(data)) for begin, data in zip(ends, heads))
     prologue = np.zeros(header.prologue_bytes, dtype=np.uint8)
     _put(prologue, layout.HEADER_BYTES, attention_map.row_counts.cpu().numpy(), "<i4", end=header.head_table_offset)
     table_end = header.head_table_offset + len(table)
@@ -153,6 +156,12 @@ def _write_tiles(tiles: TileSet, head: int, first_tile: int, section: HeadLayout
     indptr = (tiles.indptr[head] - first_tile).cpu().numpy()
     _put(data, section.indptr_offset, indptr, "<i4", end=section.indices_offset)
     _put(data, section.indices_offset, tiles.indices[span].cpu().numpy(), "<i4", end=section.tiles_offset)
+    if values.device.type == "cuda":  # GPUs store bf16 as the blob does
+        end = section.tiles_offset + section.tiles_bytes
+        target = torch.from_numpy(data[section.tiles_offset : end])
+        target.copy_(values.reshape(-1).view(torch.uint8), non_blocking=True)
+        data[end:] = 0
+        return
     kind = "u1" if tiles.values.dtype == torch.float8_e4m3fn else "<i2"
     _put(data, section.tiles_offset, values.cpu().numpy(), kind, end=section.num_bytes)
 

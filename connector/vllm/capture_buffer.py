@@ -1,13 +1,14 @@
 """GPU memory that a step's captures lie in until the publisher's thread has copied them to the host.
 
-A fixed amount, taken at the start. The engine's thread takes room and never waits for any; the publisher's thread
-copies by way of page-locked memory, on a stream of its own, and gives the room back when the copy is done. So what is
-under way is never overwritten. Without a GPU the same code copies at once.
+A fixed amount, taken at the start. The engine's thread takes room; the publisher's thread copies, on a stream of its
+own, and waits for its copies. Room goes back when nobody refers to it any more, so what is under way is never
+overwritten. Without a GPU the same code copies at once.
 """
 
 from __future__ import annotations
 
-import threading
+import weakref
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,9 @@ ALIGNMENT = 256  # bytes; where rooms and the sections in them begin
 _PINNED_BYTES = 16 << 20  # of the page-locked memory that copies pass through
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Room:
-    """Bytes [begin, end) of the buffer."""
+    """Bytes [begin, end) of the buffer, for as long as there is a reference to it."""
 
     begin: int
     end: int
@@ -33,7 +34,7 @@ class Room:
 
 
 class CaptureBuffer:
-    """See the module. `take` and `ready` are the engine thread's, `to_host` is the publisher thread's."""
+    """See the module. `take` and `ready` are the engine thread's, all copies the publisher thread's."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Take `num_bytes` of the device's memory.
@@ -42,8 +43,8 @@ class CaptureBuffer:
             torch.OutOfMemoryError: they are not there.
         """
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._rooms: list[Room] = []  # ascending
-        self._lock = threading.Lock()
+        self._rooms: dict[int, int] = {}  # begin -> end
+        self._ends: deque[tuple[int, int]] = deque()  # begin and new end of rooms that became smaller, on any thread
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pinned = pinned(torch.empty(_PINNED_BYTES, dtype=torch.uint8), device)
 
@@ -59,25 +60,32 @@ class CaptureBuffer:
 
     def take(self, least: int, most: int) -> Room | None:
         """The room of `most` bytes that lies first, or else the largest one of at least `least`; None without any."""
-        with self._lock:
-            best: Room | None = None
-            begin = 0
-            for end in (*(one.begin for one in self._rooms), self.num_bytes):
-                size = min(end - begin, most) // ALIGNMENT * ALIGNMENT
-                if size >= least and (best is None or size > best.num_bytes):
-                    best = Room(begin, begin + size)
-                if size >= most:
-                    break
-                begin = next((one.end for one in self._rooms if one.begin == end), end)
-            if best is not None:
-                self._rooms.append(best)
-                self._rooms.sort(key=lambda one: one.begin)
-            return best
+        while self._ends:
+            begin, end = self._ends.popleft()
+            self._rooms[begin] = end
+            if end == begin:
+                del self._rooms[begin]
+        best: tuple[int, int] | None = None
+        start = 0
+        for begin, end in (*sorted(self._rooms.items()), (self.num_bytes, self.num_bytes)):
+            size = min(begin - start, most) // ALIGNMENT * ALIGNMENT
+            if size >= max(least, ALIGNMENT) and (best is None or size > best[1] - best[0]):
+                best = (start, start + size)
+            if size >= most:
+                break
+            start = end
+        if best is None:
+            return None
+        room = Room(*best)
+        self._rooms[room.begin] = room.end
+        weakref.finalize(room, self._ends.append, (room.begin, room.begin)).atexit = False
+        return room
 
-    def release(self, room: Room) -> None:
-        """Give room back that nothing reads any more."""
-        with self._lock:
-            self._rooms = [one for one in self._rooms if one is not room]
+    def shrink(self, room: Room, num_bytes: int) -> None:
+        """Give back what lies behind the first `num_bytes` of a room; on any thread."""
+        end = room.begin + -(-max(num_bytes, 1) // ALIGNMENT) * ALIGNMENT
+        if end < room.end:
+            self._ends.append((room.begin, end))
 
     def data(self, room: Room) -> torch.Tensor:
         """u8 [bytes] of a room, on the device."""
@@ -90,6 +98,11 @@ class CaptureBuffer:
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def use_stream(self) -> None:
+        """From here on this thread's copies run on the buffer's own stream."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
 
     def to_host(self, source: torch.Tensor, ready: Any) -> torch.Tensor:
         """A copy of u8 [bytes] in ordinary memory, made after the event `ready`; the host waits, without the GIL."""
@@ -113,6 +126,11 @@ class CaptureBuffer:
         for one in under_way:
             _land(*one)
         return out
+
+
+def is_done(ready: Any) -> bool:
+    """Whether an event of `CaptureBuffer.ready` has come; waits for nothing."""
+    return ready is None or bool(ready.query())
 
 
 def _land(target: torch.Tensor, half: torch.Tensor, done: Any) -> None:

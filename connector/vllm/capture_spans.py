@@ -97,15 +97,28 @@ def next_span(row: BatchRow, state: LayerState, tiled: bool, chunk_tokens: int, 
     return Span(row=row, state=state, block=block, first=first, fresh=fresh, end=end) if fresh < end else None
 
 
-def parts_of(span: Span, slot: int, chunk_tokens: int) -> list[tuple[Span, int, Part]]:
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPart:
+    """A part of a piece, with the span and the chunk that it belongs to."""
+
+    span: Span
+    chunk: int
+    part: Part
+
+
+def parts_of(span: Span, slot: int, chunk_tokens: int) -> list[ChunkPart]:
     """A span's whole block rows, the first of them at `slot` of a piece, chunk by chunk."""
     found = []
     block, end = span.block, span.whole_end
     for chunk in range(span.first // chunk_tokens, -(-end // chunk_tokens)):
         low, high = max(span.first, chunk * chunk_tokens), min(end, (chunk + 1) * chunk_tokens)
-        first = low // block
-        part = Part(first_block_row=first, num_rows=high // block - first, slot=slot + first - span.first // block)
-        found.append((span, chunk, part))
+        part = Part(
+            first_block_row=low // block,
+            num_rows=(high - low) // block,
+            slot=slot + (low - span.first) // block,
+            is_chunk=high - low == chunk_tokens,
+        )
+        found.append(ChunkPart(span, chunk, part))
     return found
 
 

@@ -1,7 +1,9 @@
 """Block rows measured on a GPU, on their way to a map: where they lie on the device, and what becomes of them.
 
 A step at a layer leaves one `Piece`: the rows of all its requests, in a room of the capture buffer. The publisher's
-thread fetches it, which cuts it into the `Part`s that chunks are made of, and later puts a chunk's parts together.
+thread fetches it, which cuts it into the `Part`s that chunks are made of, and later puts a chunk's parts together. The
+tiles of a part that is a whole chunk stay where they are until they are written into the daemon's memory: they lie
+there as a blob has them, and gigabytes of them are copied but once.
 """
 
 from __future__ import annotations
@@ -19,36 +21,42 @@ from mapflow.kernels.blob_layout import align
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostTiles:
-    """Kept blocks of some block rows, row by row, heads inside.
+class PartTiles:
+    """Kept blocks of a part's rows, head by head, rows inside.
 
     counts: i64 [rows, num_heads]. columns: i32 [rows, num_heads, columns], undefined behind the counts. values: u8
-    [tiles, bytes of a tile], of dtype `dtype`.
+    [tiles, bytes of a tile], of dtype `dtype`; on the host, or in `room` on the device.
     """
 
     counts: torch.Tensor
     columns: torch.Tensor
     values: torch.Tensor
     dtype: torch.dtype
+    room: Room | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HostRows:
+class PartRows:
     """mass: u8 [rows, num_heads, columns]. measured: whether a row's masses are finite and its tiles found room."""
 
     mass: torch.Tensor
     measured: list[bool]
-    tiles: HostTiles | None
+    tiles: PartTiles | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
-    """`num_rows` block rows of a request from `first_block_row` on, at `slot` of a piece; `rows` once fetched."""
+    """`num_rows` block rows of a request from `first_block_row` on, at `slot` of a piece; `rows` once fetched.
+
+    is_chunk: whether they are all rows of a chunk. is_cut: whether their tiles found no room.
+    """
 
     first_block_row: int
     num_rows: int
     slot: int
-    rows: HostRows | None = None
+    is_chunk: bool = False
+    is_cut: bool = False
+    rows: PartRows | None = None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,7 +108,7 @@ class Layout:
         return self._section(data, 3, torch.int32, self.num_columns)
 
     def tiles(self, data: torch.Tensor) -> torch.Tensor:
-        """u8 [bytes]: the tiles in the order of `counts`, up to the end of the room."""
+        """u8 [bytes]: the tiles part by part, in each head by head, rows inside, up to the end of the room."""
         return data[self.num_bytes :]
 
     def _section(self, data: torch.Tensor, number: int, dtype: torch.dtype, width: int) -> torch.Tensor:
@@ -113,41 +121,41 @@ class Piece:
     """A room of the buffer that a step's kernels have been told to fill, and the parts to cut it into."""
 
     def __init__(self, buffer: CaptureBuffer, room: Room, layout: Layout, parts: Sequence[Part]) -> None:
-        """To be made when all kernels that fill the room have been launched on the current stream."""
+        """To be made when all kernels that fill the room have been launched on the current stream.
+
+        `ready` is an event: they are done.
+        """
         self._buffer, self._room, self._layout = buffer, room, layout
         self._parts = parts
-        self._ready: Any = buffer.ready()
+        self.ready: Any = buffer.ready()
 
     def fetch(self) -> None:
-        """Copy to the host, cut into parts, give the room back. For the publisher's thread."""
-        try:
-            data, layout = self._buffer.data(self._room), self._layout
-            host = self._buffer.to_host(data[: layout.num_bytes], self._ready)
-            finite, mass = layout.finite(host).bool(), layout.mass(host)
-            row_bytes = torch.zeros(layout.num_rows, dtype=torch.int64)
+        """Copy to the host and cut into parts. For the publisher's thread."""
+        data, layout, begin = self._buffer.data(self._room), self._layout, 0
+        host = self._buffer.to_host(data[: layout.num_bytes], self.ready)
+        finite, mass = layout.finite(host).bool(), layout.mass(host)
+        for part in self._parts:
+            own = slice(part.slot, part.slot + part.num_rows)
+            columns = part.first_block_row + part.num_rows
+            tiles, fits = None, True
             if layout.tile_dtype is not None:
-                row_bytes = layout.counts(host).sum(1) * layout.tile_bytes
-            ends = row_bytes.cumsum(0)
-            fits = ends <= layout.tiles(data).shape[0]
-            for part in self._parts:
-                own = slice(part.slot, part.slot + part.num_rows)
-                columns = part.first_block_row + part.num_rows
-                tiles = None
-                if layout.tile_dtype is not None:
-                    begin = int(ends[own][0] - row_bytes[own][0])
-                    found = layout.tiles(data)[begin : begin + int(row_bytes[own][fits[own]].sum())]
-                    tiles = HostTiles(
-                        counts=(layout.counts(host)[own] * fits[own, None]).long(),
-                        columns=layout.columns(host)[own, :, :columns].clone(),
-                        values=self._buffer.to_host(found, self._ready).view(-1, layout.tile_bytes),
-                        dtype=layout.tile_dtype,
-                    )
-                part.rows = HostRows(
-                    mass=mass[own, :, :columns].clone(), measured=(finite & fits)[own].tolist(), tiles=tiles
+                end = begin + int(layout.counts(host)[own].sum()) * layout.tile_bytes
+                fits = end <= layout.tiles(data).shape[0]
+                values = layout.tiles(data)[begin : end if fits else begin]
+                tiles = PartTiles(
+                    counts=layout.counts(host)[own].long() * fits,
+                    columns=layout.columns(host)[own, :, :columns].clone(),
+                    values=(values if part.is_chunk else self._buffer.to_host(values, self.ready)).view(
+                        -1, layout.tile_bytes
+                    ),
+                    dtype=layout.tile_dtype,
+                    room=self._room if part.is_chunk else None,
                 )
-        finally:
-            self._parts = ()
-            self._buffer.release(self._room)
+                begin = end
+            part.is_cut = not fits
+            measured = (finite[own] & fits).tolist()
+            part.rows = PartRows(mass=mass[own, :, :columns].clone(), measured=measured, tiles=tiles)
+        self._buffer.shrink(self._room, layout.num_bytes + begin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,7 +177,7 @@ class ChunkParts:
             return None
         kind = _kind(fetched[-1][1])
         first = self.chunk_index * self.chunk_rows
-        found: dict[int, tuple[HostRows, int]] = {}
+        found: dict[int, tuple[PartRows, int]] = {}
         for part, rows in fetched:
             for place, is_measured in enumerate(rows.measured):
                 if is_measured and _kind(rows) == kind:
@@ -191,33 +199,41 @@ class ChunkParts:
         )
 
 
-def _kind(rows: HostRows) -> torch.dtype | None:
+def _kind(rows: PartRows) -> torch.dtype | None:
     return None if rows.tiles is None else rows.tiles.dtype
 
 
-def _tile_set(found: dict[int, tuple[HostRows, int]], shape: Sequence[int], block: int, dtype: torch.dtype) -> TileSet:
+def _tile_set(found: dict[int, tuple[PartRows, int]], shape: Sequence[int], block: int, dtype: torch.dtype) -> TileSet:
     """The tiles of a chunk's rows, heads first. shape: of its masses."""
     num_heads, num_rows, num_columns = shape
     counts = torch.zeros(num_heads, num_rows, dtype=torch.int64)
-    starts = torch.zeros_like(counts)
     columns = torch.zeros(num_heads, num_rows, num_columns, dtype=torch.int32)
-    base: dict[int, int] = {}
-    values: list[torch.Tensor] = []
     for own_row, (rows, place) in found.items():
         assert rows.tiles is not None
-        if id(rows) not in base:
-            base[id(rows)] = sum(one.shape[0] for one in values)
-            values.append(rows.tiles.values)
-        before = rows.tiles.counts.flatten().cumsum(0).view_as(rows.tiles.counts) - rows.tiles.counts
         counts[:, own_row] = rows.tiles.counts[place]
-        starts[:, own_row] = before[place] + base[id(rows)]
         columns[:, own_row, : rows.tiles.columns.shape[2]] = rows.tiles.columns[place]
     ends = counts.flatten().cumsum(0)
     indptr = torch.zeros(num_heads, num_rows + 1, dtype=torch.int32)
     indptr[:, 1:] = ends.view_as(counts)
     indptr[1:, 0] = indptr[:-1, -1]
-    offset = starts.flatten() - (ends - counts.flatten())
-    index = torch.arange(int(ends[-1])) + offset.repeat_interleave(counts.flatten())
-    stored = (values[0] if len(values) == 1 else torch.cat(values)).index_select(0, index)
     kept = torch.arange(num_columns) < counts[..., None]
-    return TileSet(indptr=indptr, indices=columns[kept], values=stored.view(dtype).view(-1, block, block))
+    values = _values(found, counts, ends)
+    return TileSet(indptr=indptr, indices=columns[kept], values=values.view(dtype).view(-1, block, block))
+
+
+def _values(found: dict[int, tuple[PartRows, int]], counts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """u8 [tiles, bytes of a tile] in a blob's order: as they lie, where they are all of one part's."""
+    parts = list({id(rows): rows.tiles for rows, _ in found.values() if rows.tiles is not None}.values())
+    if len(parts) == 1 and parts[0].values.shape[0] == int(ends[-1]):
+        return parts[0].values
+    base = dict(zip(map(id, parts), accumulate((one.values.shape[0] for one in parts), initial=0)))
+    starts = torch.zeros_like(counts)
+    for own_row, (rows, place) in found.items():
+        assert rows.tiles is not None
+        by_head = rows.tiles.counts.T.contiguous()
+        before = by_head.flatten().cumsum(0).view_as(by_head) - by_head
+        starts[:, own_row] = before[:, place] + base[id(rows.tiles)]
+    index = torch.arange(int(ends[-1])) + (starts.flatten() - ends + counts.flatten()).repeat_interleave(
+        counts.flatten()
+    )
+    return torch.cat([one.values.cpu() for one in parts]).index_select(0, index)

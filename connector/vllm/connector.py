@@ -26,6 +26,7 @@ from mapflow.connector.vllm.device_arenas import DeviceArenas
 from mapflow.connector.vllm.engine import Engine
 from mapflow.connector.vllm.map_reader import COPY_WITHIN_S
 from mapflow.connector.vllm.messages import RequestStep, ReuseReport
+from mapflow.connector.vllm.pinned import PinnedArenas
 from mapflow.connector.vllm.publisher import Publisher
 from mapflow.connector.vllm.request_state import RequestState
 from mapflow.connector.vllm.scheduler import MapScheduler
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-    from mapflow.connector.vllm.gpu import GpuReuse, GpuSender
+    from mapflow.connector.vllm.gpu import GpuReuse
+    from mapflow.connector.vllm.gpu_sender import GpuSender
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -94,14 +96,19 @@ class MapFlowConnector(KVConnectorBase_V1):
 
     def _start_worker(self, engine: Engine) -> None:
         device = compat.gpu_device()
+        arenas = None if device is None else PinnedArenas(device)
         if device is not None and engine.plans:
             from mapflow.connector.vllm.gpu import GpuReuse  # needs Triton
 
-            settings, copies = engine.config, DeviceArenas(device, engine.client.device_arena)
             self._gpu = GpuReuse(
-                engine.plans, device, settings.staging_bytes, copies=copies, cost_model=settings.cost_model
+                engine.plans,
+                device,
+                engine.config.staging_bytes,
+                arenas=arenas,
+                copies=DeviceArenas(device, engine.client.device_arena),
+                cost_model=engine.config.cost_model,
             )
-        capture = self._start_capture(engine, device) if engine.facts.publishes else None
+        capture = self._start_capture(engine, arenas) if engine.facts.publishes else None
         self.map_worker = MapWorker(
             plans=engine.plans,
             client=engine.client,
@@ -112,25 +119,16 @@ class MapFlowConnector(KVConnectorBase_V1):
             gpu=self._gpu,
         )
 
-    def _start_capture(self, engine: Engine, device: torch.device | None) -> StepCapture:
+    def _start_capture(self, engine: Engine, arenas: PinnedArenas | None) -> StepCapture:
         queue = engine.config.publish_queue
         self._publisher = Publisher(engine.client, engine.producer_id, engine.counters, queue)
-        sizes = {"chunk_tokens": engine.namespace.chunk_tokens, "block": engine.namespace.block}
-        if device is not None:
-            from mapflow.connector.vllm.gpu import GpuSender  # needs Triton
+        if arenas is not None:
+            from mapflow.connector.vllm.gpu_sender import GpuSender  # needs Triton
 
             if GpuSender.can_measure(engine.facts):
-                self._gpu_sender = GpuSender(
-                    engine.plans,
-                    device,
-                    engine.config.capture_bytes,
-                    defer=self._publisher.defer,
-                    counters=engine.counters,
-                    row_stride=engine.config.row_stride,
-                    **sizes,
-                )
+                self._gpu_sender = GpuSender(engine, arenas.device, defer=self._publisher.defer, arenas=arenas)
                 return self._gpu_sender.capture
-        return Capture(**sizes)
+        return Capture(chunk_tokens=engine.namespace.chunk_tokens, block=engine.namespace.block)
 
     def _start_scheduler(self, engine: Engine) -> None:
         self.map_scheduler = MapScheduler(
@@ -265,8 +263,9 @@ class MapFlowConnector(KVConnectorBase_V1):
         """Publish what is queued, within a second, and leave the daemon."""
         if self._publisher is not None:
             self._publisher.close(1.0)
-        if self._gpu is not None:
-            self._gpu.close()
+        for one in (self._gpu, self._gpu_sender):
+            if one is not None:
+                one.close()
         if self._engine is not None:
             self._engine.counter_log.flush()
             self._engine.client.close()

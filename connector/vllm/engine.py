@@ -112,6 +112,11 @@ class Engine:
                 parts.append(interest_wants(interest, self.model.num_layers, self.model.num_heads))
         return wants_of_rank(merge_wants(parts), *self._ranks, self.model.num_heads)
 
+    @property
+    def may_want_tiles(self) -> bool:
+        """Whether a plan file here wants tiles of this model, or none says what is wanted, so that receivers may."""
+        return not self._plan_wants or any(want.tile_top_p for want in self._plan_wants.values())
+
     def published_layers(self) -> tuple[str, tuple[int, ...]]:
         """Model id that this engine publishes under, and the layers it would publish now."""
         return self.model.model_id, tuple(sorted(self.wants()))

@@ -1,6 +1,4 @@
-"""What a worker on a GPU keeps from step to step: for reuse, staging memory, head maps and the daemon's pinned memory;
-for a sender, the buffer of its captures.
-"""
+"""What a worker on a GPU keeps from step to step to reuse maps: staging memory, head maps, the daemon's memory."""
 
 from __future__ import annotations
 
@@ -10,12 +8,8 @@ from functools import partial
 
 import torch
 
-from mapflow.connector.counters import Counters
 from mapflow.connector.plan import Mode, Plan
-from mapflow.connector.vllm.capture_buffer import CaptureBuffer
 from mapflow.connector.vllm.device_arenas import DeviceArenas
-from mapflow.connector.vllm.facts import EngineFacts
-from mapflow.connector.vllm.kernel_capture import Defer, KernelCapture
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
 from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.pinned import PinnedArenas
@@ -24,64 +18,12 @@ from mapflow.connector.vllm.reuse_gain import ReuseGain
 from mapflow.connector.vllm.staged_maps import ReadRuns
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import Transfer, TransferModel
-from mapflow.kernels.pack import HEAD_DIMS, KERNEL_DTYPES
 from mapflow.kernels.paged import PagedKV
-from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, TILE_DTYPES
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 from mapflow.kernels.warm_up import Warmer
 
-GUIDE_STAGING_BYTES = 256 << 20
-TRANSLATE_STAGING_BYTES = 2 << 30  # two layers of Qwen3-8B's heads at 32k tokens and density 0.05
-
-
-def staging_bytes_for(plans: Sequence[Plan]) -> int:
-    """GPU memory that the plans' modes need as a rule, for maps on their way to or from the device."""
-    translates = any(layer.mode is Mode.TRANSLATE for plan in plans for layer in plan.layers)
-    return TRANSLATE_STAGING_BYTES if translates else GUIDE_STAGING_BYTES
-
-
-class GpuSender:
-    """Of one worker that publishes."""
-
-    def __init__(
-        self,
-        plans: Sequence[Plan],
-        device: torch.device,
-        capture_bytes: int,
-        *,
-        chunk_tokens: int,
-        block: int,
-        defer: Defer,
-        counters: Counters,
-        row_stride: int,
-    ) -> None:
-        """capture_bytes: of GPU memory; 0 for what the plans' modes need as a rule. defer: the publisher's.
-
-        row_stride: see `KernelCapture`.
-
-        Raises:
-            torch.OutOfMemoryError: the memory is not there.
-        """
-        self._chunk_tokens, self._block, self._row_stride = chunk_tokens, block, row_stride
-        buffer = CaptureBuffer(capture_bytes or staging_bytes_for(plans), device)
-        self.capture = KernelCapture(
-            chunk_tokens=chunk_tokens,
-            block=block,
-            buffer=buffer,
-            defer=defer,
-            counters=counters,
-            row_stride=row_stride,
-        )
-
-    @staticmethod
-    def can_measure(facts: EngineFacts) -> bool:
-        """Whether the kernels know the model's precision and head_dim; the references measure any."""
-        return getattr(torch, facts.dtype, None) in KERNEL_DTYPES and facts.head_dim in HEAD_DIMS
-
-    def warm_up(self, kv: PagedKV, num_heads: int, max_tokens: int) -> None:
-        """Compile every kernel that anybody's interests may ask for, for one layer's cache."""
-        Warmer(
-            kv=kv, num_heads=num_heads, block=self._block, chunk_tokens=self._chunk_tokens, max_tokens=max_tokens
-        ).warm_sender(TILE_DTYPES, row_strides={1, self._row_stride})
+_GUIDE_STAGING_BYTES = 256 << 20
+_TRANSLATE_STAGING_BYTES = 2 << 30  # two layers of Qwen3-8B's heads at 32k tokens and density 0.05
 
 
 class GpuReuse:
@@ -93,22 +35,25 @@ class GpuReuse:
         device: torch.device,
         staging_bytes: int,
         *,
+        arenas: PinnedArenas | None = None,
         copies: DeviceArenas | None = None,
         cost_model: bool = True,
     ) -> None:
         """staging_bytes: of GPU memory; 0 for what the plans' modes need as a rule.
 
-        copies: the daemon's arena on this GPU. cost_model: whether layers are computed whose maps would come too late,
-        and steps that reuse makes slower.
+        arenas: where a sender uses them too. copies: the daemon's arena on this GPU. cost_model: whether layers are
+        computed whose maps would come too late, and steps that reuse makes slower.
 
         Raises:
             torch.OutOfMemoryError: the memory is not there.
         """
-        self.arenas = PinnedArenas(device)
+        self.arenas = arenas or PinnedArenas(device)
         self.copies = copies
         self._plans = plans
         self._device = device
-        self._staging = StagingBuffer(staging_bytes or staging_bytes_for(plans), device)
+        translates = any(layer.mode is Mode.TRANSLATE for plan in plans for layer in plan.layers)
+        usual = _TRANSLATE_STAGING_BYTES if translates else _GUIDE_STAGING_BYTES
+        self._staging = StagingBuffer(staging_bytes or usual, device)
         self._tensors = DevicePlans(device)
         self._model = TransferModel()
         self._gain = ReuseGain()

@@ -11,14 +11,12 @@ publisher's thread has copied them. A block row counts once all of its rows were
 Masses are measured of every `row_stride`-th row with e4m3 keys. Tiles need every row's exact log-sum-exp. vLLM's own
 attention has it; where it was not said (rows that were cascaded, or reused in part), masses are measured of every row
 with exact keys, which costs as much as the layer's attention.
-
-What finds no room in the buffer is left out of its maps and counted (`publish_dropped`, `capture_busy`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -29,7 +27,8 @@ from mapflow.connector.vllm.capture import FinishedMap
 from mapflow.connector.vllm.capture_buffer import CaptureBuffer
 from mapflow.connector.vllm.capture_spans import LayerState, Span, keep_rows, next_span, parts_of, whole_rows
 from mapflow.connector.vllm.capture_states import CaptureStates
-from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Piece
+from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Part
+from mapflow.connector.vllm.piece_store import Defer, PieceStore
 from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import quantise_mass
 from mapflow.kernels.block_rows import BlockRows
@@ -44,9 +43,6 @@ from mapflow.kernels.upload import upload
 
 _TILE_SHARE = 4  # one layer's tiles of a step take at most this part of the buffer
 
-Defer = Callable[[Callable[[], None]], bool]
-"""Runs a job on the publisher's thread, in order; False if it has too many waiting."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tables:
@@ -57,6 +53,19 @@ class _Tables:
     slots: list[int]
     row_lse: torch.Tensor
     line_of_slot: torch.Tensor
+    _orders: list[torch.Tensor] = field(default_factory=list)
+
+    def blob_order(self, parts: Sequence[Part]) -> torch.Tensor:
+        """i64 [mass rows * num_heads]: (row, head) part by part, in each head by head, rows inside; as blobs have it.
+
+        parts: the same ones, in the same order, in every layer of the step; all rows are in one of them.
+        """
+        if not self._orders:
+            heads = torch.arange(self.row_lse.shape[0])
+            slots = (torch.arange(part.slot, part.slot + part.num_rows) for part in parts)
+            order = torch.cat([(heads[:, None] + own * len(heads)).flatten() for own in slots])
+            self._orders.append(upload(order, self.rows.device))
+        return self._orders[0]
 
     def no_mass(self) -> torch.Tensor:
         """float32 zeros [mass rows, num_heads, columns]."""
@@ -89,7 +98,7 @@ class KernelCapture:
     ) -> None:
         """buffer: where results wait for `defer`'s thread to fetch them. row_stride: a divisor of the block."""
         self._chunk_tokens, self._block, self._row_stride = chunk_tokens, block, row_stride
-        self._buffer, self._defer, self._counters = buffer, defer, counters
+        self._buffer, self._pieces = buffer, PieceStore(buffer, defer, counters)
         self._states = CaptureStates(LayerState)
         self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
         self._head_masks: dict[tuple[int, ...] | None, torch.Tensor] = {}
@@ -101,6 +110,7 @@ class KernelCapture:
     def end(self, request_id: str) -> None:
         """As `capture.StepCapture.end`."""
         self._states.end(request_id)
+        self._pieces.end(request_id)
 
     @property
     def takes_row_lse(self) -> bool:
@@ -119,6 +129,8 @@ class KernelCapture:
     ) -> list[FinishedMap]:
         """As `capture.StepCapture.measure`, for bf16 or fp16 queries that `guide.guide_attention` takes."""
         tiled = want.tile_top_p > 0
+        if tiled:
+            rows = [one for row in rows if (one := self._pieces.useful(row)).step.capture]
         states = {
             id(row): self._states.state(row.step.request_id, layer, resume=row.step.resume, keep=row.step.keep)
             for row in rows
@@ -183,8 +195,8 @@ class KernelCapture:
         block_masses(rows.query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, **keys)
         lse = tables.row_lse if rows.row_lse is None else rows.row_lse
 
-        def store(data: torch.Tensor) -> None:
-            self._store_tiles(data, layout, tables, want, mass, rows.query, lse, kv, scale)
+        def store(data: torch.Tensor, parts: Sequence[Part]) -> None:
+            self._store_tiles(data, parts, layout, tables, want, mass, rows.query, lse, kv, scale)
 
         self._store(whole, tables, layout, want, mass, store)
 
@@ -195,42 +207,30 @@ class KernelCapture:
         layout: Layout,
         want: LayerWant,
         mass: torch.Tensor,
-        store_tiles_in: Callable[[torch.Tensor], None] | None,
+        store_tiles_in: Callable[[torch.Tensor, Sequence[Part]], None] | None,
     ) -> None:
-        """Put the whole block rows of `spans` into the buffer, for the publisher's thread to fetch. `mass` is spent."""
+        """Put the whole block rows of `spans` where the publisher's thread fetches them. `mass` is spent."""
         parts = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
         tile_room = 0
         if layout.tile_dtype is not None:
             num_wanted = layout.num_heads if want.heads is None else len(want.heads)
             blocks = sum(row + 1 for segment in tables.rows.segments for row in segment.block_rows(self._block))
             tile_room = min(blocks * num_wanted * layout.tile_bytes, self._buffer.num_bytes // _TILE_SHARE)
-        room = self._buffer.take(layout.num_bytes, layout.num_bytes + tile_room)
-        if room is None:
-            self._counters.add("publish_dropped", "capture_busy", len(parts))
-            return
-        try:
-            data = self._buffer.data(room)
+
+        def fill(data: torch.Tensor) -> None:
             if store_tiles_in is not None:
-                store_tiles_in(data)
+                store_tiles_in(data, [one.part for one in parts])
             layout.finite(data).copy_(mass.sum((1, 2)).isfinite())
             measured_rows = self._block // tables.tasks.row_stride
             mean = mass.mul_(self._head_mask(want, layout.num_heads)[:, None] / measured_rows)
             layout.mass(data).copy_(quantise_mass(mean))
-            piece = Piece(self._buffer, room, layout, [part for _, _, part in parts])
-            is_taken = self._defer(piece.fetch)
-        except BaseException:
-            self._buffer.release(room)
-            raise
-        if is_taken:
-            for span, chunk, part in parts:
-                span.state.parts.setdefault(chunk, []).append(part)
-        else:
-            self._buffer.release(room)
-            self._counters.add("publish_dropped", "capture_busy", len(parts))
+
+        self._pieces.put(parts, layout, tile_room, fill)
 
     def _store_tiles(
         self,
         data: torch.Tensor,
+        parts: Sequence[Part],
         layout: Layout,
         tables: _Tables,
         want: LayerWant,
@@ -240,15 +240,16 @@ class KernelCapture:
         kv: PagedKV,
         scale: float,
     ) -> None:
-        """Select, and store tiles request by request, block rows ascending, as far as there is room for them."""
+        """Select, and store tiles part by part, in each head by head, as far as there is room for them."""
         assert layout.tile_dtype is not None
         index = select_by_mass(mass, tables.rows, want.tile_top_p)
         is_wanted = self._head_mask(want, layout.num_heads)
         counts = index.counts.index_select(0, tables.line_of_slot) * is_wanted.int()
         arena = layout.tiles(data)
-        sizes = counts.long() * layout.tile_bytes
-        ends = sizes.flatten().cumsum(0).view_as(sizes)
-        offsets = torch.where((sizes > 0) & (ends <= arena.shape[0]), ends - sizes, -1)
+        order = tables.blob_order(parts)
+        sizes = (counts.long() * layout.tile_bytes).flatten()
+        ends = torch.empty_like(sizes).index_copy_(0, order, sizes[order].cumsum(0))
+        offsets = torch.where((sizes > 0) & (ends <= arena.shape[0]), ends - sizes, -1).view_as(counts)
         layout.counts(data).copy_(counts)
         layout.columns(data).copy_(index.columns.index_select(0, tables.line_of_slot))
         slot_of_line = tables.rows.lines[:, 6].long()

@@ -1,6 +1,6 @@
-"""The daemon's shared memory as tensors that a GPU copies from at full speed: registered with CUDA once, in pieces.
+"""The daemon's shared memory as tensors that a GPU copies from and to at full speed: registered with CUDA, in pieces.
 
-Registering takes most of a second per GB, so a thread does it; until a piece is done copies from it are merely slower.
+Registering takes most of a second per GB, so a thread does it; until a piece is done its copies are merely slower.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ class PinnedArenas:
     """Tensors over mapped arenas, by (boot, arena)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._tensors: dict[tuple[bytes, int], torch.Tensor] = {}
         self._registered: dict[tuple[bytes, int], list[int]] = {}
         self._lock = threading.Lock()
+        self._adding = threading.Lock()
 
     def tensor(self, boot_id: bytes, arena: Arena) -> torch.Tensor:
         """u8 [bytes] of the whole arena, in place."""
         whole = self._tensors.get((boot_id, arena.arena_id))
-        return self._add(boot_id, arena) if whole is None else whole
+        if whole is None:
+            with self._adding:  # an engine that sends and receives asks on two threads
+                whole = self._tensors.get((boot_id, arena.arena_id))
+                whole = self._add(boot_id, arena) if whole is None else whole
+        return whole
 
     def close(self) -> None:
         """Let go of all arenas; no copy from them may be under way."""
@@ -43,16 +48,16 @@ class PinnedArenas:
     def _add(self, boot_id: bytes, arena: Arena) -> torch.Tensor:
         key = (boot_id, arena.arena_id)
         if any(old != boot_id for old, _ in self._tensors):  # the daemon was started anew
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self.device)
             self.close()
         whole = torch.frombuffer(arena.view(Extent(arena.arena_id, 0, arena.num_bytes)), dtype=torch.uint8)
         self._tensors[key] = whole
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             threading.Thread(target=self._register, args=(key, whole), name="mapflow-pin", daemon=True).start()
         return whole
 
     def _register(self, key: tuple[bytes, int], whole: torch.Tensor) -> None:
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(self.device)
         for begin in range(0, whole.shape[0], PIECE_BYTES):
             pointer, num_bytes = whole.data_ptr() + begin, min(PIECE_BYTES, whole.shape[0] - begin)
             status = int(torch.cuda.cudart().cudaHostRegister(pointer, num_bytes, 0))

@@ -66,6 +66,7 @@ class Publisher:
             except Exception:
                 logger.exception("mapflow: maps on their way to being published are lost")
                 self._counters.add("publish_dropped", "internal")
+            del job  # with it goes memory on the GPU
 
     def _publish(self, maps: Sequence[FinishedMap]) -> None:
         try:

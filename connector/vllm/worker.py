@@ -87,9 +87,7 @@ class MapWorker:
 
     def end_step(self) -> dict[str, ReuseReport]:
         """Publish what the step finished; what was reused, by request."""
-        if self._finished and self._publisher is not None:
-            self._publisher.submit(self._finished)
-        self._finished = []
+        self._publish()
         self._reuse.end()
         for entry in self._reuse.entries:
             if entry.report.modes:
@@ -246,3 +244,10 @@ class MapWorker:
         rows = [row for row in self._rows.values() if row.step.capture]
         if rows:
             self._finished += self._capture.measure(layer, want, rows, query, kv, scale, row_lse)
+            if want.tile_top_p:  # memory on the GPU waits for their being published
+                self._publish()
+
+    def _publish(self) -> None:
+        if self._finished and self._publisher is not None:
+            self._publisher.submit(self._finished)
+        self._finished = []

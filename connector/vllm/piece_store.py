@@ -1,0 +1,90 @@
+"""Room for what a step measures on a GPU, its way to the publisher's thread, and what is left out without room.
+
+The engine's thread waits for room only while the GPU has two layers ahead of it: it computes no slower for that. What
+still finds none is counted (`publish_dropped`, `capture_busy`). A chunk that lacks a layer is of no use, nor are those
+behind it; so tiles that found no room in one layer are not stored in the next ones either, and what remains is the
+beginning of a prompt, as long as it can be published, in all layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mapflow.connector.counters import Counters
+from mapflow.connector.vllm.batch import BatchRow
+from mapflow.connector.vllm.capture_buffer import CaptureBuffer, Room, is_done
+from mapflow.connector.vllm.capture_spans import ChunkPart
+from mapflow.connector.vllm.captured_rows import Layout, Piece
+
+Defer = Callable[[Callable[[], None]], bool]
+"""Runs a job on the publisher's thread, in order; False if it has too many waiting."""
+
+_POLL_S = 2e-4
+
+
+class PieceStore:
+    """Of one worker."""
+
+    def __init__(self, buffer: CaptureBuffer, defer: Defer, counters: Counters) -> None:
+        self._buffer, self._defer, self._counters = buffer, defer, counters
+        self._launched: deque[Any] = deque(maxlen=2)  # events: the last pieces are there
+        self._limits: dict[str, int] = {}  # request -> first chunk whose tiles found no room
+
+    def end(self, request_id: str) -> None:
+        """A request ended."""
+        self._limits.pop(request_id, None)
+
+    def useful(self, row: BatchRow) -> BatchRow:
+        """A request without the chunks whose tiles would be of no use."""
+        limit = self._limits.get(row.step.request_id)
+        if limit is None:
+            return row
+        capture = tuple(chunk for chunk in row.step.capture if chunk.index < limit)
+        return replace(row, step=replace(row.step, capture=capture))
+
+    def put(
+        self, parts: Sequence[ChunkPart], layout: Layout, tile_room: int, fill: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Have the publisher's thread fetch what `fill` makes kernels write into a room, and add it to the states.
+
+        tile_room: bytes for tiles at the most.
+        """
+        room = self._take(layout.num_bytes, layout.num_bytes + tile_room)
+        if room is None:
+            self._drop(parts, tile_room > 0)
+            return
+        fill(self._buffer.data(room))
+        piece = Piece(self._buffer, room, layout, [one.part for one in parts])
+        self._launched.append(piece.ready)
+
+        def fetch() -> None:
+            piece.fetch()
+            self._drop([one for one in parts if one.part.is_cut], tile_room > 0)
+
+        if self._defer(fetch):
+            for one in parts:
+                one.span.state.parts.setdefault(one.chunk, []).append(one.part)
+        else:
+            self._drop(parts, tile_room > 0)
+
+    def _take(self, least: int, most: int) -> Room | None:
+        while True:
+            is_busy = len(self._launched) == 2 and not is_done(self._launched[0])
+            room = self._buffer.take(most if is_busy else least, most)
+            if room is not None or not is_busy:
+                return room
+            time.sleep(_POLL_S)
+
+    def _drop(self, parts: Sequence[ChunkPart], tiled: bool) -> None:
+        """Parts that found no room; on any thread."""
+        if parts:
+            self._counters.add("publish_dropped", "capture_busy", len(parts))
+        for one in parts if tiled else ():
+            name = one.span.row.step.request_id
+            self._limits[name] = min(one.chunk, self._limits.get(name, one.chunk))
