@@ -8,6 +8,7 @@ the threads that bring the answer from running, so it waits a moment. What a run
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -23,7 +24,7 @@ from mapflow.connector.vllm.shards import longest_run
 
 logger = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.001  # in one step
+_IDLE_WAIT_S = 0.002  # in one step
 _EARLY_S = 0.1  # an answer to an earlier question is of no use: by now there may be more maps
 _LEASE_MARGIN = 0.3  # of its life a lease is not used any more, for the sake of a step that runs late
 
@@ -49,6 +50,7 @@ class Lookups:
         self._clock = clock
         self._linger_s = linger_s
         self._may_wait = False
+        self._worked_at = -math.inf  # when the last step with work was planned
         self._lingering: deque[tuple[float, Lease]] = deque()
         self._log = LimitedLog(logger)
         self._pending: dict[str, PendingLookup] = {}
@@ -117,6 +119,8 @@ class Lookups:
         if early is not None and (not chunks or self._clock() > early.asked_at + _EARLY_S):
             self._abandon(early)
             early = None
+        if early is not None and early.asked_at > self._worked_at:
+            self._may_wait = True
         pending = early or self._send(state, want, chunks)
         if pending is not None:
             self._pending[state.request_id] = pending
@@ -157,6 +161,8 @@ class Lookups:
     def begin_step(self, *, idle: bool) -> None:
         """A step without work (`idle`) or with some; releases leases whose copies are certainly done."""
         self._may_wait = idle
+        if not idle:
+            self._worked_at = self._clock()
         over = []
         while self._lingering and self._lingering[0][0] <= self._clock():
             over.append(self._lingering.popleft()[1])

@@ -278,6 +278,13 @@ def test_only_an_idle_engine_waits_a_moment_for_the_answer(monkeypatch: pytest.M
     bench.scheduler.plan_step([])
     assert bench.scheduler.ready("r", 0), "waited"
     answer.join()
+    bench.scheduler.finish("r")
+    bench.now = 1.0
+    bench.add(Request("s", tokens(300)))
+    answer = threading.Timer(0.05, bench.client.answer, (2,))
+    answer.start()
+    assert bench.scheduler.ready("s", 0), "waited, as nothing happened since it arrived"
+    answer.join()
 
 
 def test_leases_end_after_the_prompt_at_the_end_and_when_cancelled() -> None:
