@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from itertools import chain
 
 from mapflow.connector.client import Client
@@ -119,9 +120,11 @@ class Lookups:
         if early is not None and (not chunks or self._clock() > early.asked_at + _EARLY_S):
             self._abandon(early)
             early = None
-        if early is not None and early.asked_at > self._worked_at:
-            self._may_wait = True
-        pending = early or self._send(state, want, chunks)
+        if early is None:
+            pending = self._send(state, want, chunks)
+        else:  # the deadline is for those who wait
+            self._may_wait |= early.asked_at > self._worked_at
+            pending = replace(early, asked_at=self._clock())
         if pending is not None:
             self._pending[state.request_id] = pending
 

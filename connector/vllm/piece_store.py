@@ -26,6 +26,7 @@ Defer = Callable[[Callable[[], None]], bool]
 """Runs a job on the publisher's thread, in order; False if it has too many waiting."""
 
 _POLL_S = 2e-4
+_NO_LIMIT = 2**31
 
 
 class PieceStore:
@@ -34,7 +35,7 @@ class PieceStore:
     def __init__(self, buffer: CaptureBuffer, defer: Defer, counters: Counters) -> None:
         self._buffer, self._defer, self._counters = buffer, defer, counters
         self._launched: deque[Any] = deque(maxlen=2)  # events: the last pieces are there
-        self._limits: dict[str, int] = {}  # request -> first chunk whose tiles found no room
+        self._limits: dict[str, int] = {}  # request that has not ended -> first chunk whose tiles found no room
 
     def end(self, request_id: str) -> None:
         """A request ended."""
@@ -42,8 +43,8 @@ class PieceStore:
 
     def useful(self, row: BatchRow) -> BatchRow:
         """A request without the chunks whose tiles would be of no use."""
-        limit = self._limits.get(row.step.request_id)
-        if limit is None:
+        limit = self._limits.setdefault(row.step.request_id, _NO_LIMIT)
+        if limit == _NO_LIMIT:
             return row
         capture = tuple(chunk for chunk in row.step.capture if chunk.index < limit)
         return replace(row, step=replace(row.step, capture=capture))
@@ -87,4 +88,5 @@ class PieceStore:
             self._counters.add("publish_dropped", "capture_busy", len(parts))
         for one in parts if tiled else ():
             name = one.span.row.step.request_id
-            self._limits[name] = min(one.chunk, self._limits.get(name, one.chunk))
+            if name in self._limits:
+                self._limits[name] = min(one.chunk, self._limits[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -336,6 +337,42 @@ def test_a_full_buffer_costs_maps_and_nothing_else(device: torch.device, want: L
     assert [fetched(item).row_counts.tolist() for item in got] == [[0, BLOCK], [BLOCK, BLOCK]]
     assert isinstance(wanted[-1].map, AttentionMap)
     check_map(fetched(got[-1]), wanted[-1].map)
+
+
+class Event:
+    """Of a GPU that has come so far, or not."""
+
+    is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+def test_waits_for_room_while_the_gpu_has_work(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures(Prompts(device, 512), MASSES)
+    ready: list[Event] = []
+
+    def record() -> Event:
+        ready.append(Event())
+        return ready[-1]
+
+    monkeypatch.setattr(captures.buffer, "ready", record)
+    monkeypatch.setattr(captures.buffer, "to_host", lambda source, ready: source.cpu())
+    for step in range(2):
+        assert captures.step(Rows(0, 128 * step, 128 * step + 128))[0] != []
+    captures.fetch()
+    rest = [captures.buffer.take(0, captures.buffer.num_bytes)]
+    thread = threading.Timer(0.05, rest.clear)
+    thread.start()
+    assert captures.step(Rows(0, 256, 384))[0] != [], "waited, as the GPU was two pieces behind"
+    thread.join()
+    captures.fetch()
+    rest = [captures.buffer.take(0, captures.buffer.num_bytes)]
+    thread = threading.Timer(0.05, lambda: setattr(ready[1], "is_done", True))
+    thread.start()
+    assert captures.step(Rows(0, 384, 512))[0] == [], "waited no longer than the GPU was busy"
+    thread.join()
+    assert captures.counters.get("publish_dropped", "capture_busy") == 1
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 8 << 20, (40 << 20) + 3])
