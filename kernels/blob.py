@@ -46,7 +46,7 @@ class BlobError(ValueError):
 def blob_num_bytes(attention_map: AttentionMap) -> int:
     """Bytes that `write_blob` will write, a multiple of 64."""
     header = _header_of(attention_map)
-    return header.prologue_bytes + sum(HeadLayout(header, n).num_bytes for n in _tiles_per_head(attention_map))
+    return header.prologue_bytes + int(HeadLayout(header, _tiles_per_head(attention_map)).num_bytes.sum())
 
 
 def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, identity: int = 0) -> int:
@@ -61,28 +61,26 @@ def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, i
     """
     view = memoryview(buffer).cast("B")
     header = _header_of(attention_map)
-    counts = _tiles_per_head(attention_map)
-    sections = [HeadLayout(header, num_tiles) for num_tiles in counts]
-    total = header.prologue_bytes + sum(section.num_bytes for section in sections)
+    sections = HeadLayout(header, _tiles_per_head(attention_map))
+    ends = list(accumulate(sections.num_bytes.tolist(), initial=header.prologue_bytes))
+    total = int(ends[-1])
     if view.readonly:
         raise ValueError("buffer: expected a writable buffer, got a read-only one")
     if len(view) < total:
         raise ValueError(f"buffer: expected at least {total} bytes, got {len(view)}")
     out = np.frombuffer(view, dtype=np.uint8, count=total)
     out[: layout.HEADER_BYTES] = 0
-    ends = list(accumulate((section.num_bytes for section in sections), initial=header.prologue_bytes))
     heads = [out[begin:end] for begin, end in pairwise(ends)]
-    first_tile, mass, tiles = 0, attention_map.mass.cpu().numpy(), attention_map.tiles
-    for head, (section, data) in enumerate(zip(sections, heads)):
-        _put(data, 0, mass[head], "u1", end=section.indptr_offset)
-        if tiles is not None:
-            _write_tiles(tiles, head, first_tile, section, data)
-        first_tile += section.num_tiles
-    if tiles is not None and tiles.values.device.type == "cuda":
-        torch.cuda.current_stream(tiles.values.device).synchronize()
+    mass = _bytes(attention_map.mass, "u1", len(heads))
+    for data, own in zip(heads, mass):
+        data[: sections.mass_bytes] = own
+        data[sections.mass_bytes : sections.indptr_offset] = 0
+    if attention_map.tiles is not None:
+        _write_tiles(attention_map.tiles, sections, heads)
     table = b"".join(layout.HEAD_ENTRY.pack(begin, len(data), _checksum(data)) for begin, data in zip(ends, heads))
     prologue = np.zeros(header.prologue_bytes, dtype=np.uint8)
-    _put(prologue, layout.HEADER_BYTES, attention_map.row_counts.cpu().numpy(), "<i4", end=header.head_table_offset)
+    row_counts = _bytes(attention_map.row_counts, "<i4", 1)[0]
+    prologue[layout.HEADER_BYTES : layout.HEADER_BYTES + len(row_counts)] = row_counts
     table_end = header.head_table_offset + len(table)
     prologue[header.head_table_offset : table_end] = np.frombuffer(table, dtype=np.uint8)
     prologue[: layout.HEADER_BYTES] = np.frombuffer(_header_of(attention_map, total, identity).pack(), dtype=np.uint8)
@@ -142,35 +140,51 @@ def _header_of(attention_map: AttentionMap, total_bytes: int = 0, identity: int 
     )
 
 
-def _tiles_per_head(attention_map: AttentionMap) -> list[int]:
+def _tiles_per_head(attention_map: AttentionMap) -> npt.NDArray[np.int64]:
     if attention_map.tiles is None:
-        return [0] * attention_map.num_heads
+        return np.zeros(attention_map.num_heads, dtype=np.int64)
     indptr = attention_map.tiles.indptr
-    counts: list[int] = (indptr[:, -1] - indptr[:, 0]).tolist()
-    return counts
+    return (indptr[:, -1] - indptr[:, 0]).cpu().numpy().astype(np.int64)
 
 
-def _write_tiles(tiles: TileSet, head: int, first_tile: int, section: HeadLayout, data: _Array) -> None:
-    span = slice(first_tile, first_tile + section.num_tiles)
-    values = tiles.values[span].view(_BYTE_VIEWS[tiles.values.dtype])
-    indptr = (tiles.indptr[head] - first_tile).cpu().numpy()
-    _put(data, section.indptr_offset, indptr, "<i4", end=section.indices_offset)
-    _put(data, section.indices_offset, tiles.indices[span].cpu().numpy(), "<i4", end=section.tiles_offset)
+def _write_tiles(tiles: TileSet, sections: HeadLayout[npt.NDArray[np.int64]], heads: Sequence[_Array]) -> None:
+    counts = sections.num_tiles
+    firsts = counts.cumsum() - counts
+    indptr = _bytes(tiles.indptr.cpu() - torch.from_numpy(firsts)[:, None], "<i4", len(heads))
+    indices = _bytes(tiles.indices, "<i4", 1)[0]
+    begin, end = sections.indptr_offset, sections.indices_offset
+    places = zip(firsts.tolist(), counts.tolist(), sections.tiles_offset.tolist())
+    spans = []
+    for data, own, (first, count, at) in zip(heads, indptr, places):
+        data[begin : begin + len(own)] = own
+        data[begin + len(own) : end] = 0
+        data[end : end + 4 * count] = indices[4 * first : 4 * (first + count)]
+        data[end + 4 * count : at] = 0
+        spans.append((first, count, at))
+    _write_values(tiles.values, spans, heads)
+
+
+def _write_values(values: torch.Tensor, spans: Sequence[tuple[int, int, int]], heads: Sequence[_Array]) -> None:
+    """Tiles [first, first + count) of each head, to `at` of its section."""
+    size = values[0].nbytes if len(values) else 0
     if values.device.type == "cuda":  # GPUs store bf16 as the blob does
-        end = section.tiles_offset + section.tiles_bytes
-        target = torch.from_numpy(data[section.tiles_offset : end])
-        target.copy_(values.reshape(-1).view(torch.uint8), non_blocking=True)
-        data[end:] = 0
+        source = values.reshape(-1).view(torch.uint8)
+        for data, (first, count, at) in zip(heads, spans):
+            target = torch.from_numpy(data[at : at + count * size])
+            target.copy_(source[first * size : (first + count) * size], non_blocking=True)
+            data[at + count * size :] = 0
+        torch.cuda.current_stream(values.device).synchronize()
         return
-    kind = "u1" if tiles.values.dtype == torch.float8_e4m3fn else "<i2"
-    _put(data, section.tiles_offset, values.cpu().numpy(), kind, end=section.num_bytes)
+    kind = "u1" if values.dtype == torch.float8_e4m3fn else "<i2"
+    (stored,) = _bytes(values.view(_BYTE_VIEWS[values.dtype]), kind, 1)
+    for data, (first, count, at) in zip(heads, spans):
+        data[at : at + count * size] = stored[first * size : (first + count) * size]
+        data[at + count * size :] = 0
 
 
-def _put(out: _Array, offset: int, values: _Array, dtype: str, *, end: int) -> None:
-    """Write `values` as `dtype` at `offset` of the bytes `out`, then zeros up to `end`."""
-    data = np.ascontiguousarray(values, dtype=dtype).reshape(-1).view(np.uint8)
-    out[offset : offset + data.size] = data
-    out[offset + data.size : end] = 0
+def _bytes(tensor: torch.Tensor, dtype: str, rows: int) -> _Array:
+    """u8 [rows, bytes] of a tensor's values as the blob has them."""
+    return np.ascontiguousarray(tensor.cpu().numpy(), dtype=dtype).reshape(-1).view(np.uint8).reshape(rows, -1)
 
 
 def _checksum(data: _Array | bytearray) -> int:

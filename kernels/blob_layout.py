@@ -18,7 +18,7 @@ verifies the header and the heads it takes has verified every byte it used. No t
 
 import struct
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -122,11 +122,11 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadLayout:
-    """Offsets inside one head's section, from its own beginning."""
+class HeadLayout(Generic[_Offset]):
+    """Offsets inside one head's section, from its own beginning; of several heads, where `num_tiles` is an array."""
 
     header: Header
-    num_tiles: int
+    num_tiles: _Offset
 
     @property
     def mass_bytes(self) -> int:
@@ -144,18 +144,18 @@ class HeadLayout:
         return align(self.indptr_offset + 4 * (self.header.num_row_blocks + 1))
 
     @property
-    def tiles_offset(self) -> int:
+    def tiles_offset(self) -> _Offset:
         """Where the tiles begin."""
         return align(self.indices_offset + 4 * self.num_tiles)
 
     @property
-    def tiles_bytes(self) -> int:
+    def tiles_bytes(self) -> _Offset:
         """Bytes of the tiles, without padding."""
         return self.num_tiles * self.header.block**2 * TILE_ITEM_BYTES[self.header.tile_dtype]
 
     @property
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> _Offset:
         """Bytes of the whole section, padding included."""
         if self.header.tile_dtype == TILES_NONE:
-            return align(self.mass_bytes)
+            return align(self.mass_bytes) + 0 * self.num_tiles
         return align(self.tiles_offset + self.tiles_bytes)
