@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -35,13 +34,13 @@ class GpuSender:
         config, namespace = engine.config, engine.namespace
         usual = _TILE_BYTES if engine.may_want_tiles else _MASS_BYTES
         self._namespace, self._row_stride = namespace, config.row_stride
-        self._client, self._arenas = engine.client, arenas
+        self._client, self._arenas, self._defer = engine.client, arenas, defer
         self._buffer = CaptureBuffer(config.capture_bytes or usual, device)
         self.capture = KernelCapture(
             chunk_tokens=namespace.chunk_tokens,
             block=namespace.block,
             buffer=self._buffer,
-            defer=lambda job: defer(partial(self._run, job)),
+            defer=self._on_stream,
             counters=engine.counters,
             row_stride=config.row_stride,
         )
@@ -52,18 +51,23 @@ class GpuSender:
         return getattr(torch, facts.dtype, None) in KERNEL_DTYPES and facts.head_dim in HEAD_DIMS
 
     def warm_up(self, kv: PagedKV, num_heads: int, max_tokens: int) -> None:
-        """Compile every kernel that anybody's interests may ask for, for one layer's cache."""
+        """Compile every kernel that anybody's interests may ask for, for one layer's cache; begin to pin the arenas."""
         sizes = {"block": self._namespace.block, "chunk_tokens": self._namespace.chunk_tokens}
         warmer = Warmer(kv=kv, num_heads=num_heads, max_tokens=max_tokens, **sizes)
         warmer.warm_sender(TILE_DTYPES, row_strides={1, self._row_stride})
+        self._on_stream(lambda: None)
 
     def close(self) -> None:
         """Let go of the daemon's memory, when the publisher's thread has ended."""
         self._arenas.close()
 
-    def _run(self, job: Callable[[], None]) -> None:
-        """On the publisher's thread, which copies to the daemon's memory next."""
-        self._buffer.use_stream()
-        for boot_id, arena in self._client.mapped_arenas():
-            self._arenas.tensor(boot_id, arena)
-        job()
+    def _on_stream(self, job: Callable[[], None]) -> bool:
+        """As `Defer`, with what the thread needs to copy to the daemon's memory, then and later."""
+
+        def run() -> None:
+            self._buffer.use_stream()
+            for boot_id, arena in self._client.mapped_arenas():
+                self._arenas.tensor(boot_id, arena)
+            job()
+
+        return self._defer(run)
