@@ -10,8 +10,8 @@ from mapflow.connector.vllm.capture_buffer import CaptureBuffer
 from mapflow.connector.vllm.engine import Engine
 from mapflow.connector.vllm.facts import EngineFacts
 from mapflow.connector.vllm.kernel_capture import KernelCapture
-from mapflow.connector.vllm.piece_store import Defer
 from mapflow.connector.vllm.pinned import PinnedArenas
+from mapflow.connector.vllm.publisher import Publisher
 from mapflow.kernels.pack import HEAD_DIMS, KERNEL_DTYPES
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tile_codec import TILE_DTYPES
@@ -24,8 +24,8 @@ _TILE_BYTES = 2 << 30  # eight layers of Qwen3-8B's tiles at 16k tokens and dens
 class GpuSender:
     """Of one worker that publishes."""
 
-    def __init__(self, engine: Engine, device: torch.device, *, defer: Defer, arenas: PinnedArenas) -> None:
-        """defer: the publisher's. arenas: of the daemon, which maps are copied to.
+    def __init__(self, engine: Engine, device: torch.device, *, publisher: Publisher, arenas: PinnedArenas) -> None:
+        """arenas: of the daemon, which maps are copied to.
 
         Raises:
             torch.OutOfMemoryError: there is not as much memory as the settings say, or as the sender's plans need as a
@@ -34,7 +34,7 @@ class GpuSender:
         config, namespace = engine.config, engine.namespace
         usual = _TILE_BYTES if engine.may_want_tiles else _MASS_BYTES
         self._namespace, self._row_stride = namespace, config.row_stride
-        self._client, self._arenas, self._defer = engine.client, arenas, defer
+        self._client, self._arenas, self._defer = engine.client, arenas, publisher.defer
         self._buffer = CaptureBuffer(config.capture_bytes or usual, device)
         self.capture = KernelCapture(
             chunk_tokens=namespace.chunk_tokens,
@@ -42,6 +42,7 @@ class GpuSender:
             buffer=self._buffer,
             defer=self._on_stream,
             counters=engine.counters,
+            hurry=publisher.resume,
             row_stride=config.row_stride,
         )
 
@@ -62,7 +63,7 @@ class GpuSender:
         self._arenas.close()
 
     def _on_stream(self, job: Callable[[], None]) -> bool:
-        """As `Defer`, with what the thread needs to copy to the daemon's memory, then and later."""
+        """As `Publisher.defer`, with what the thread needs to copy to the daemon's memory, then and later."""
 
         def run() -> None:
             self._buffer.use_stream()

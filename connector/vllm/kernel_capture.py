@@ -94,11 +94,15 @@ class KernelCapture:
         buffer: CaptureBuffer,
         defer: Defer,
         counters: Counters,
+        hurry: Callable[[], None] = lambda: None,
         row_stride: int = 1,
     ) -> None:
-        """buffer: where results wait for `defer`'s thread to fetch them. row_stride: a divisor of the block."""
+        """buffer: where results wait for `defer`'s thread to fetch them. hurry: called when it is full.
+
+        row_stride: a divisor of the block.
+        """
         self._chunk_tokens, self._block, self._row_stride = chunk_tokens, block, row_stride
-        self._buffer, self._pieces = buffer, PieceStore(buffer, defer, counters)
+        self._buffer, self._pieces = buffer, PieceStore(buffer, defer, counters, hurry)
         self._states = CaptureStates(LayerState)
         self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
         self._head_masks: dict[tuple[int, ...] | None, torch.Tensor] = {}

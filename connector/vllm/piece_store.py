@@ -32,8 +32,9 @@ _NO_LIMIT = 2**31
 class PieceStore:
     """Of one worker."""
 
-    def __init__(self, buffer: CaptureBuffer, defer: Defer, counters: Counters) -> None:
-        self._buffer, self._defer, self._counters = buffer, defer, counters
+    def __init__(self, buffer: CaptureBuffer, defer: Defer, counters: Counters, hurry: Callable[[], None]) -> None:
+        """hurry: called when room runs out."""
+        self._buffer, self._defer, self._counters, self._hurry = buffer, defer, counters, hurry
         self._launched: deque[Any] = deque(maxlen=2)  # events: the last pieces are there
         self._limits: dict[str, int] = {}  # request that has not ended -> first chunk whose tiles found no room
 
@@ -80,6 +81,7 @@ class PieceStore:
             room = self._buffer.take(most if is_busy else least, most)
             if room is not None or not is_busy:
                 return room
+            self._hurry()
             time.sleep(_POLL_S)
 
     def _drop(self, parts: Sequence[ChunkPart], tiled: bool) -> None:

@@ -1,7 +1,8 @@
 """Publishing off the engine's path: finished maps wait in a bounded queue for a thread that hands them to the daemon.
 
-The thread also fetches from a GPU what maps are made of, in the order in which it was handed over. A full queue, a full
-arena or a daemon that is away cost maps, never time: what cannot be published is dropped and counted.
+The thread also fetches from a GPU what maps are made of, in the order in which it was handed over. It pauses while a
+step is launched: one interpreter runs both. A full queue, a full arena or a daemon that is away cost maps, never time:
+what cannot be published is dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from mapflow.kernels.blob import blob_num_bytes, write_blob
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_PAUSE_S = 1.0
+
 
 class Publisher:
     """One thread, one queue."""
@@ -34,6 +37,8 @@ class Publisher:
         self._producer_id = producer_id
         self._counters = counters
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
+        self._may_run = threading.Event()
+        self._may_run.set()
         self._thread = threading.Thread(target=self._run, name="mapflow-publisher", daemon=True)
         self._thread.start()
 
@@ -50,8 +55,17 @@ class Publisher:
             return False
         return True
 
+    def pause(self) -> None:
+        """Begin no job until `resume`, or for a second: the engine's thread needs Python for itself."""
+        self._may_run.clear()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._may_run.set()
+
     def close(self, timeout_s: float) -> None:
         """Publish what is queued, for at most `timeout_s`, and end the thread."""
+        self.resume()
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -60,6 +74,7 @@ class Publisher:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
+            self._may_run.wait(_LONGEST_PAUSE_S)
             try:
                 with torch.inference_mode():  # as in a step: what was made there may be written to here
                     job()

@@ -82,3 +82,24 @@ def test_a_full_queue_never_waits() -> None:
     assert counters.get("publish_dropped", "queue_full") == 1
     go_on.set()
     publisher.close(10.0)
+
+
+def test_a_paused_thread_begins_no_job() -> None:
+    publisher = Publisher(_Client(), "p", Counters(), capacity=8)  # type: ignore[arg-type]
+    done = threading.Event()
+    publisher.pause()
+    assert publisher.defer(done.set)
+    assert not done.wait(0.2)
+    publisher.resume()
+    assert done.wait(10.0)
+    publisher.pause()
+    publisher.close(10.0)
+
+
+def test_no_pause_lasts_for_ever() -> None:
+    """A step that failed never ends."""
+    publisher = Publisher(_Client(), "p", Counters(), capacity=8)  # type: ignore[arg-type]
+    done = threading.Event()
+    publisher.pause()
+    assert publisher.defer(done.set) and done.wait(10.0)
+    publisher.close(10.0)

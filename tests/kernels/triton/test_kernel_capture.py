@@ -79,6 +79,7 @@ class Captures:
     counters: Counters = field(default_factory=Counters)
     jobs: list[Callable[[], None]] = field(default_factory=list)
     accepts: bool = True
+    hurried: list[bool] = field(default_factory=list)
     row_stride: int = 1
     says_row_lse: Callable[[int], bool] = lambda step: False
     num_steps: int = 0
@@ -88,7 +89,12 @@ class Captures:
         self.buffer = CaptureBuffer(self.buffer_bytes, self.prompts.device)
         self.reference = Capture(**sizes)
         self.kernels = KernelCapture(
-            **sizes, buffer=self.buffer, defer=self._defer, counters=self.counters, row_stride=self.row_stride
+            **sizes,
+            buffer=self.buffer,
+            defer=self._defer,
+            counters=self.counters,
+            hurry=lambda: self.hurried.append(True),
+            row_stride=self.row_stride,
         )
 
     def _defer(self, job: Callable[[], None]) -> bool:
@@ -365,6 +371,7 @@ def test_waits_for_room_while_the_gpu_has_work(device: torch.device, monkeypatch
     thread = threading.Timer(0.05, rest.clear)
     thread.start()
     assert captures.step(Rows(0, 256, 384))[0] != [], "waited, as the GPU was two pieces behind"
+    assert captures.hurried
     thread.join()
     captures.fetch()
     rest = [captures.buffer.take(0, captures.buffer.num_bytes)]
