@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -79,7 +78,7 @@ class Captures:
     counters: Counters = field(default_factory=Counters)
     jobs: list[Callable[[], None]] = field(default_factory=list)
     accepts: bool = True
-    hurried: list[bool] = field(default_factory=list)
+    on_full: Callable[[], None] = lambda: None
     row_stride: int = 1
     says_row_lse: Callable[[int], bool] = lambda step: False
     num_steps: int = 0
@@ -93,7 +92,7 @@ class Captures:
             buffer=self.buffer,
             defer=self._defer,
             counters=self.counters,
-            hurry=lambda: self.hurried.append(True),
+            hurry=lambda: self.on_full(),
             row_stride=self.row_stride,
         )
 
@@ -368,17 +367,12 @@ def test_waits_for_room_while_the_gpu_has_work(device: torch.device, monkeypatch
         assert captures.step(Rows(0, 128 * step, 128 * step + 128))[0] != []
     captures.fetch()
     rest = [captures.buffer.take(0, captures.buffer.num_bytes)]
-    thread = threading.Timer(0.05, rest.clear)
-    thread.start()
-    assert captures.step(Rows(0, 256, 384))[0] != [], "waited, as the GPU was two pieces behind"
-    assert captures.hurried
-    thread.join()
+    captures.on_full = rest.clear
+    assert captures.step(Rows(0, 256, 384))[0] != [] and not rest, "waited, as the GPU was two pieces behind"
     captures.fetch()
     rest = [captures.buffer.take(0, captures.buffer.num_bytes)]
-    thread = threading.Timer(0.05, lambda: setattr(ready[1], "is_done", True))
-    thread.start()
-    assert captures.step(Rows(0, 384, 512))[0] == [], "waited no longer than the GPU was busy"
-    thread.join()
+    captures.on_full = lambda: setattr(ready[1], "is_done", True)
+    assert captures.step(Rows(0, 384, 512))[0] == [] and ready[1].is_done, "waited no longer than the GPU was busy"
     assert captures.counters.get("publish_dropped", "capture_busy") == 1
 
 
