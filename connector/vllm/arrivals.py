@@ -39,7 +39,10 @@ def on_arrival(arrive: Arrive) -> None:
             request.cache_salt = state.salt
         except Exception:
             logger.exception("mapflow: request %s is looked at later", request.request_id)
-        made: Request = original(request, block_hasher)
+        try:
+            made: Request = original(request, block_hasher)
+        finally:
+            request.cache_salt = users_salt
         setattr(made, _USERS_SALT, users_salt)
         setattr(made, _STATE, (arrive, state))
         return made

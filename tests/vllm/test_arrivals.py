@@ -66,8 +66,9 @@ class Engine:
 def test_a_request_is_made_with_its_salt() -> None:
     engine = Engine(lambda users: f"{users}|plan")
     arrivals.on_arrival(engine.arrive)
-    hasher = Hasher()
-    request = Request.from_engine_core_request(core_request("user"), hasher)
+    hasher, arriving = Hasher(), core_request("user")
+    request = Request.from_engine_core_request(arriving, hasher)
+    assert arriving.cache_salt == "user", "left as it was"
     state = arrivals.state_of(request, engine.arrive)
     assert state is not None and request.cache_salt == state.salt == "user|plan"
     arrivals.set_salt(request, state.salt)
