@@ -58,6 +58,11 @@ class CaptureBuffer:
         """Whose memory it is."""
         return self._data.device
 
+    @property
+    def num_free(self) -> int:
+        """Bytes that were in no room when the last one was taken."""
+        return self.num_bytes - sum(end - begin for begin, end in self._rooms.items())
+
     def take(self, least: int, most: int) -> Room | None:
         """The room of `most` bytes that lies first, or else the largest one of at least `least`; None without any."""
         while self._ends:

@@ -129,8 +129,8 @@ class Piece:
         self._parts = parts
         self.ready: Any = buffer.ready()
 
-    def fetch(self) -> None:
-        """Copy to the host and cut into parts. For the publisher's thread."""
+    def fetch(self) -> int:
+        """Copy to the host and cut into parts; returns bytes of all tiles. For the publisher's thread."""
         data, layout, begin = self._buffer.data(self._room), self._layout, 0
         host = self._buffer.to_host(data[: layout.num_bytes], self.ready)
         finite, mass = layout.finite(host).bool(), layout.mass(host)
@@ -156,6 +156,7 @@ class Piece:
             measured = (finite[own] & fits).tolist()
             part.rows = PartRows(mass=mass[own, :, :columns].clone(), measured=measured, tiles=tiles)
         self._buffer.shrink(self._room, layout.num_bytes + begin)
+        return begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

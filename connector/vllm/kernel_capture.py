@@ -41,8 +41,6 @@ from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 from mapflow.kernels.tiles import store_tiles
 from mapflow.kernels.upload import upload
 
-_TILE_SHARE = 4  # one layer's tiles of a step take at most this part of the buffer
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tables:
@@ -215,11 +213,8 @@ class KernelCapture:
     ) -> None:
         """Put the whole block rows of `spans` where the publisher's thread fetches them. `mass` is spent."""
         parts = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
-        tile_room = 0
-        if layout.tile_dtype is not None:
-            num_wanted = layout.num_heads if want.heads is None else len(want.heads)
-            blocks = sum(row + 1 for segment in tables.rows.segments for row in segment.block_rows(self._block))
-            tile_room = min(blocks * num_wanted * layout.tile_bytes, self._buffer.num_bytes // _TILE_SHARE)
+        num_wanted = layout.num_heads if want.heads is None else len(want.heads)
+        blocks = sum(row + 1 for segment in tables.rows.segments for row in segment.block_rows(self._block))
 
         def fill(data: torch.Tensor) -> None:
             if store_tiles_in is not None:
@@ -229,7 +224,7 @@ class KernelCapture:
             mean = mass.mul_(self._head_mask(want, layout.num_heads)[:, None] / measured_rows)
             layout.mass(data).copy_(quantise_mass(mean))
 
-        self._pieces.put(parts, layout, tile_room, fill)
+        self._pieces.put(parts, layout, blocks * num_wanted * layout.tile_bytes, fill)
 
     def _store_tiles(
         self,

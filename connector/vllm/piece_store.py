@@ -26,6 +26,9 @@ Defer = Callable[[Callable[[], None]], bool]
 """Runs a job on the publisher's thread, in order; False if it has too many waiting."""
 
 _POLL_S = 2e-4
+_TILE_SHARE = 4  # one layer's tiles of a step take at most this part of the buffer
+_MARGIN = 1.25  # of room over what tiles took lately
+_DECAY = 0.95  # a piece
 _NO_LIMIT = 2**31
 
 
@@ -33,8 +36,9 @@ class PieceStore:
     """Of one worker."""
 
     def __init__(self, buffer: CaptureBuffer, defer: Defer, counters: Counters, hurry: Callable[[], None]) -> None:
-        """hurry: called when room runs out."""
+        """hurry: called when room runs low."""
         self._buffer, self._defer, self._counters, self._hurry = buffer, defer, counters, hurry
+        self._share = 1.0  # of all blocks, that tiles were lately kept of
         self._launched: deque[Any] = deque(maxlen=2)  # events: the last pieces are there
         self._limits: dict[str, int] = {}  # request that has not ended -> first chunk whose tiles found no room
 
@@ -51,44 +55,48 @@ class PieceStore:
         return replace(row, step=replace(row.step, capture=capture))
 
     def put(
-        self, parts: Sequence[ChunkPart], layout: Layout, tile_room: int, fill: Callable[[torch.Tensor], None]
+        self, parts: Sequence[ChunkPart], layout: Layout, all_tiles: int, fill: Callable[[torch.Tensor], None]
     ) -> None:
         """Have the publisher's thread fetch what `fill` makes kernels write into a room, and add it to the states.
 
-        tile_room: bytes for tiles at the most.
+        all_tiles: bytes that the tiles of all blocks would take.
         """
-        room = self._take(layout.num_bytes, layout.num_bytes + tile_room)
+        usual = min(int(_MARGIN * self._share * all_tiles), self._buffer.num_bytes // _TILE_SHARE)
+        room = self._take(layout.num_bytes, layout.num_bytes + usual)
         if room is None:
-            self._drop(parts, tile_room > 0)
+            self._drop(parts)
             return
         fill(self._buffer.data(room))
         piece = Piece(self._buffer, room, layout, [one.part for one in parts])
         self._launched.append(piece.ready)
 
         def fetch() -> None:
-            piece.fetch()
-            self._drop([one for one in parts if one.part.is_cut], tile_room > 0)
+            tiles = piece.fetch()
+            if all_tiles:
+                self._share = max(tiles / all_tiles, _DECAY * self._share)
+            self._drop([one for one in parts if one.part.is_cut])
 
         if self._defer(fetch):
             for one in parts:
                 one.span.state.parts.setdefault(one.chunk, []).append(one.part)
         else:
-            self._drop(parts, tile_room > 0)
+            self._drop(parts)
 
     def _take(self, least: int, most: int) -> Room | None:
         while True:
             is_busy = len(self._launched) == 2 and not is_done(self._launched[0])
             room = self._buffer.take(most if is_busy else least, most)
+            if room is None or self._buffer.num_free < most:
+                self._hurry()
             if room is not None or not is_busy:
                 return room
-            self._hurry()
             time.sleep(_POLL_S)
 
-    def _drop(self, parts: Sequence[ChunkPart], tiled: bool) -> None:
-        """Parts that found no room; on any thread."""
+    def _drop(self, parts: Sequence[ChunkPart]) -> None:
+        """Parts that found no room; on any thread. Requests that only measure masses have no limit."""
         if parts:
             self._counters.add("publish_dropped", "capture_busy", len(parts))
-        for one in parts if tiled else ():
+        for one in parts:
             name = one.span.row.step.request_id
             if name in self._limits:
                 self._limits[name] = min(one.chunk, self._limits[name])
