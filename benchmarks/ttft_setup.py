@@ -28,7 +28,7 @@ from mapflow.connector.tokenizer import tokenizer_fingerprint
 from mapflow.connector.vllm.map_identity import map_identity
 from mapflow.kernels import blob_layout
 from mapflow.kernels.attention_map import AttentionMap, TileSet
-from mapflow.kernels.blob import blob_num_bytes, write_blob
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "pair" / "receiver"
 KEPT = 0.9999  # top-p over masses that are 0 or all alike: every block with a mass

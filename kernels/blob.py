@@ -1,27 +1,23 @@
-"""Write an `AttentionMap` into bytes, and read it back, all heads or some, from memory that others may be writing.
+"""Read an `AttentionMap`, all heads or some, from bytes that `blob_writer.py` wrote and that others may be writing to.
 
-The reader trusts nothing: it copies first, verifies checksums on the copy, and only then builds tensors, so an extent
+It trusts nothing: it copies first, verifies checksums on the copy, and only then builds tensors, so an extent
 that is torn, evicted or reused while it is read is detected and never used. It allocates no more than a small
 multiple of the buffer. Format: `blob_layout.py`. No sockets, leases or shared-memory segments here.
 """
 
 import enum
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import xxhash
 
 from mapflow.kernels import blob_layout as layout
 from mapflow.kernels.attention_map import MAX_CHUNK_INDEX, AttentionMap, TileSet
 from mapflow.kernels.blob_layout import Header, HeadLayout
 from mapflow.kernels.tensor_check import check_block, check_heads
 
-_TILE_CODES = {torch.float8_e4m3fn: layout.TILES_E4M3_256, torch.bfloat16: layout.TILES_BF16}
-TILE_DTYPES_BY_CODE = {code: dtype for dtype, code in _TILE_CODES.items()}
-_BYTE_VIEWS = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16}
+TILE_DTYPES_BY_CODE = {layout.TILES_E4M3_256: torch.float8_e4m3fn, layout.TILES_BF16: torch.bfloat16}
 
 
 class BlobErrorReason(enum.StrEnum):
@@ -41,53 +37,6 @@ class BlobError(ValueError):
     def __init__(self, reason: BlobErrorReason, message: str) -> None:
         super().__init__(f"{reason.value}: {message}")
         self.reason = reason
-
-
-def blob_num_bytes(attention_map: AttentionMap) -> int:
-    """Bytes that `write_blob` will write, a multiple of 64."""
-    header = _header_of(attention_map)
-    return header.prologue_bytes + int(HeadLayout(header, _tiles_per_head(attention_map)).num_bytes.sum())
-
-
-def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, identity: int = 0) -> int:
-    """Serialise into the front of `buffer` (writable, contiguous); return the bytes written.
-
-    `identity`: 64 bits that tie the blob to its place in the cache, so that a reader whose bytes were replaced by
-    another sound blob notices.
-
-    The header goes last and the magic is wiped first, so that a half-written buffer never looks valid. What lies on a
-    GPU is copied to the host; its tiles go straight into `buffer`, on the current stream, which is waited for. Raises
-    ValueError, and writes nothing, if the buffer is read-only or too small.
-    """
-    view = memoryview(buffer).cast("B")
-    header = _header_of(attention_map)
-    sections = HeadLayout(header, _tiles_per_head(attention_map))
-    ends = list(accumulate(sections.num_bytes.tolist(), initial=header.prologue_bytes))
-    total = int(ends[-1])
-    if view.readonly:
-        raise ValueError("buffer: expected a writable buffer, got a read-only one")
-    if len(view) < total:
-        raise ValueError(f"buffer: expected at least {total} bytes, got {len(view)}")
-    out = np.frombuffer(view, dtype=np.uint8, count=total)
-    out[: layout.HEADER_BYTES] = 0
-    heads = [out[begin:end] for begin, end in pairwise(ends)]
-    mass = _bytes(attention_map.mass, "u1", len(heads))
-    for data, own in zip(heads, mass):
-        data[: sections.mass_bytes] = own
-        data[sections.mass_bytes : sections.indptr_offset] = 0
-    if attention_map.tiles is not None:
-        _write_tiles(attention_map.tiles, sections, heads)
-    table = b"".join(layout.HEAD_ENTRY.pack(begin, len(data), _checksum(data)) for begin, data in zip(ends, heads))
-    prologue = np.zeros(header.prologue_bytes, dtype=np.uint8)
-    row_counts = _bytes(attention_map.row_counts, "<i4", 1)[0]
-    prologue[layout.HEADER_BYTES : layout.HEADER_BYTES + len(row_counts)] = row_counts
-    table_end = header.head_table_offset + len(table)
-    prologue[header.head_table_offset : table_end] = np.frombuffer(table, dtype=np.uint8)
-    prologue[: layout.HEADER_BYTES] = np.frombuffer(_header_of(attention_map, total, identity).pack(), dtype=np.uint8)
-    prologue[layout.CHECKSUM_FIELD] = np.frombuffer(_checksum(prologue).to_bytes(8, "little"), dtype=np.uint8)
-    out[layout.HEADER_BYTES : header.prologue_bytes] = prologue[layout.HEADER_BYTES :]
-    out[: layout.HEADER_BYTES] = prologue[: layout.HEADER_BYTES]
-    return total
 
 
 def read_blob(
@@ -125,72 +74,6 @@ _Head = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # mass, i
 _Array = npt.NDArray[np.generic]
 
 
-def _header_of(attention_map: AttentionMap, total_bytes: int = 0, identity: int = 0) -> Header:
-    tiles = attention_map.tiles
-    return Header(
-        tile_dtype=layout.TILES_NONE if tiles is None else _TILE_CODES[tiles.values.dtype],
-        flags=layout.FLAG_APPROXIMATE if attention_map.approximate else 0,
-        block=attention_map.block,
-        num_heads=attention_map.num_heads,
-        num_row_blocks=attention_map.num_row_blocks,
-        num_col_blocks=attention_map.num_col_blocks,
-        chunk_index=attention_map.chunk_index,
-        total_bytes=total_bytes,
-        identity=identity,
-    )
-
-
-def _tiles_per_head(attention_map: AttentionMap) -> npt.NDArray[np.int64]:
-    if attention_map.tiles is None:
-        return np.zeros(attention_map.num_heads, dtype=np.int64)
-    indptr = attention_map.tiles.indptr
-    return (indptr[:, -1] - indptr[:, 0]).cpu().numpy().astype(np.int64)
-
-
-def _write_tiles(tiles: TileSet, sections: HeadLayout[npt.NDArray[np.int64]], heads: Sequence[_Array]) -> None:
-    counts = sections.num_tiles
-    firsts = counts.cumsum() - counts
-    indptr = _bytes(tiles.indptr.cpu() - torch.from_numpy(firsts)[:, None], "<i4", len(heads))
-    indices = _bytes(tiles.indices, "<i4", 1)[0]
-    begin, end = sections.indptr_offset, sections.indices_offset
-    places = zip(firsts.tolist(), counts.tolist(), sections.tiles_offset.tolist())
-    spans = []
-    for data, own, (first, count, at) in zip(heads, indptr, places):
-        data[begin : begin + len(own)] = own
-        data[begin + len(own) : end] = 0
-        data[end : end + 4 * count] = indices[4 * first : 4 * (first + count)]
-        data[end + 4 * count : at] = 0
-        spans.append((first, count, at))
-    _write_values(tiles.values, spans, heads)
-
-
-def _write_values(values: torch.Tensor, spans: Sequence[tuple[int, int, int]], heads: Sequence[_Array]) -> None:
-    """Tiles [first, first + count) of each head, to `at` of its section."""
-    size = values[0].nbytes if len(values) else 0
-    if values.device.type == "cuda":  # GPUs store bf16 as the blob does
-        source = values.reshape(-1).view(torch.uint8)
-        for data, (first, count, at) in zip(heads, spans):
-            target = torch.from_numpy(data[at : at + count * size])
-            target.copy_(source[first * size : (first + count) * size], non_blocking=True)
-            data[at + count * size :] = 0
-        torch.cuda.current_stream(values.device).synchronize()
-        return
-    kind = "u1" if values.dtype == torch.float8_e4m3fn else "<i2"
-    (stored,) = _bytes(values.view(_BYTE_VIEWS[values.dtype]), kind, 1)
-    for data, (first, count, at) in zip(heads, spans):
-        data[at : at + count * size] = stored[first * size : (first + count) * size]
-        data[at + count * size :] = 0
-
-
-def _bytes(tensor: torch.Tensor, dtype: str, rows: int) -> _Array:
-    """u8 [rows, bytes] of a tensor's values as the blob has them."""
-    return np.ascontiguousarray(tensor.cpu().numpy(), dtype=dtype).reshape(-1).view(np.uint8).reshape(rows, -1)
-
-
-def _checksum(data: _Array | bytearray) -> int:
-    return int(xxhash.xxh3_64_intdigest(data if isinstance(data, bytearray) else data.data))
-
-
 def _malformed(message: str) -> BlobError:
     return BlobError(BlobErrorReason.MALFORMED, message)
 
@@ -213,7 +96,7 @@ def read_prologue(view: memoryview) -> tuple[Header, bytearray]:
         raise BlobError(BlobErrorReason.TRUNCATED, f"expected {needed} bytes, got {len(view)}")
     prologue = bytearray(start) + view[layout.HEADER_BYTES : header.prologue_bytes]
     prologue[layout.CHECKSUM_FIELD] = bytes(8)
-    if _checksum(prologue) != header.checksum:
+    if layout.checksum(prologue) != header.checksum:
         raise BlobError(BlobErrorReason.CHECKSUM, "header and tables")
     _check_header(header)
     end = header.prologue_bytes
@@ -250,7 +133,7 @@ def _read_head(view: memoryview, header: Header, prologue: bytearray, head: int)
     entry_offset = head * layout.HEAD_ENTRY.size
     offset, num_bytes, checksum = layout.HEAD_ENTRY.unpack_from(_head_table(header, prologue), entry_offset)
     data = bytearray(view[offset : offset + num_bytes])
-    if _checksum(data) != checksum:
+    if layout.checksum(data) != checksum:
         raise BlobError(BlobErrorReason.CHECKSUM, f"head {head}")
     section = HeadLayout(header, 0)
     if section.num_bytes > num_bytes:

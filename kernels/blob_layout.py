@@ -22,6 +22,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 _Offset = TypeVar("_Offset", int, npt.NDArray[np.int64])
 
@@ -39,6 +40,11 @@ CHECKSUM_FIELD = slice(56, 64)
 # magic, version, header bytes, kind, mass dtype, tile dtype, 0,
 # flags, block, num_heads, num_row_blocks, num_col_blocks, chunk_index, 0, total bytes, identity, checksum
 _HEADER = struct.Struct("<4sHHBBBBIIIIIIIQQQ")
+
+
+def checksum(data: npt.NDArray[np.generic] | bytearray) -> int:
+    """xxh3_64 of bytes."""
+    return int(xxhash.xxh3_64_intdigest(data if isinstance(data, bytearray) else data.data))
 
 
 def align(offset: _Offset, to: int = 64) -> _Offset:

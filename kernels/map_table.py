@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from mapflow.kernels.attention_map import AttentionMap
-from mapflow.kernels.blob import blob_num_bytes, write_blob
 from mapflow.kernels.blob_layout import HEAD_ENTRY, HEADER_BYTES, TILES_NONE, Header, HeadLayout
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 from mapflow.kernels.block_rows import BlockRows, ChunkSpan, check_kernel_block
 from mapflow.kernels.mask import check_consecutive
 from mapflow.kernels.tensor_check import check_tensor

@@ -22,7 +22,7 @@ from mapflow.connector.reasons import Unavailable
 from mapflow.connector.vllm.capture import FinishedMap
 from mapflow.connector.vllm.map_identity import map_identity
 from mapflow.kernels.attention_map import AttentionMap
-from mapflow.kernels.blob import blob_num_bytes, write_blob
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 
 logger = logging.getLogger(__name__)
 

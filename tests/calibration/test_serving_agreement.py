@@ -11,7 +11,8 @@ from mapflow.calibration.attention import AttentionCall  # noqa: E402
 from mapflow.calibration.reuse import LayerRecord, ReuseAttention, block_masses  # noqa: E402
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan  # noqa: E402
 from mapflow.kernels.attention_map import AttentionMap  # noqa: E402
-from mapflow.kernels.blob import blob_num_bytes, read_blob, write_blob  # noqa: E402
+from mapflow.kernels.blob import read_blob  # noqa: E402
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob  # noqa: E402
 from mapflow.kernels.compress_reference import assemble_chunk, compress_rows  # noqa: E402
 from mapflow.kernels.guide_reference import guide_attention  # noqa: E402
 from mapflow.kernels.mask import guide_mask, mask_density, stack_masses  # noqa: E402

@@ -13,10 +13,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mapflow.kernels import blob as blob_module
+from mapflow.kernels import blob_layout
 from mapflow.kernels.attention_map import AttentionMap
-from mapflow.kernels.blob import BlobError, BlobErrorReason, blob_num_bytes, read_blob, write_blob
+from mapflow.kernels.blob import BlobError, BlobErrorReason, read_blob
 from mapflow.kernels.blob_layout import Header, HeadLayout
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 from mapflow.kernels.compress_reference import assemble_chunk, compress_rows
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -206,7 +207,7 @@ def test_an_extent_overwritten_while_it_is_read(
 ) -> None:
     """What was verified is what is used: scribbling right after each checksum changes nothing of the result."""
     buffer = blob_of(fixed_map(dtype))
-    original, checksum = bytes(buffer), blob_module._checksum
+    original, checksum = bytes(buffer), blob_layout.checksum
 
     def verify_then_scribble(data: Any) -> int:
         result = checksum(data)
@@ -216,7 +217,7 @@ def test_an_extent_overwritten_while_it_is_read(
                 buffer[offset : offset + num_bytes] = b"\xff" * num_bytes
         return result
 
-    monkeypatch.setattr(blob_module, "_checksum", verify_then_scribble)
+    monkeypatch.setattr(blob_layout, "checksum", verify_then_scribble)
     assert same_map(read_blob(memoryview(buffer)), fixed_map(dtype))
     assert buffer[128:] == b"\xff" * (len(buffer) - 128)
 
@@ -224,7 +225,7 @@ def test_an_extent_overwritten_while_it_is_read(
 def test_half_written_blobs_never_look_valid(fixed_map: FixedMap, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that dies in the middle leaves no magic, even where a valid blob was before."""
     buffer = blob_of(fixed_map(BF16))
-    monkeypatch.setattr("mapflow.kernels.blob._write_tiles", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("mapflow.kernels.blob_writer._write_tiles", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         write_blob(fixed_map(E4M3), memoryview(buffer))
     assert reason_of(buffer) == BlobErrorReason.BAD_MAGIC

@@ -8,8 +8,9 @@ import torch
 
 from mapflow.kernels import blob_layout as layout
 from mapflow.kernels.attention_map import AttentionMap
-from mapflow.kernels.blob import BlobError, blob_num_bytes, write_blob
+from mapflow.kernels.blob import BlobError
 from mapflow.kernels.blob_run import BlobRun, read_runs
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 from mapflow.kernels.compress_reference import assemble_chunk, compress_rows
 
 IDENTITIES = [7, 8, 2**64 - 1]

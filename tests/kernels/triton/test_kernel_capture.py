@@ -18,7 +18,8 @@ from mapflow.connector.vllm.kernel_capture import KernelCapture
 from mapflow.connector.vllm.messages import CapturedChunk, RequestStep
 from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import AttentionMap, decode_mass
-from mapflow.kernels.blob import blob_num_bytes, read_blob, write_blob
+from mapflow.kernels.blob import read_blob
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 from mapflow.kernels.paged import PagedKV
 
 CHUNK, BLOCK, PAGE, HEADS, KV_HEADS, DIM = 128, 64, 32, 4, 2, 64

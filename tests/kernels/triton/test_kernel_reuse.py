@@ -22,8 +22,8 @@ from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.attention_map import AttentionMap, TileSet, join_heads
-from mapflow.kernels.blob import blob_num_bytes, write_blob
 from mapflow.kernels.blob_run import read_runs
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 
 SENDER_HEADS, CHUNK, BLOCK = 3, 128, 64
 GUIDE, TRANSLATE = Mode.GUIDE, Mode.TRANSLATE
