@@ -314,6 +314,13 @@ def test_nothing_went_wrong(outcomes: dict[str, Outcome], variant: str) -> None:
     assert "projection[rows_without_queries]=" in outcomes[variant].log, "translated rows have no queries"
 
 
+def test_the_sender_left_nothing_out(outcomes: dict[str, Outcome]) -> None:
+    """All of its maps came off the GPU in time."""
+    log = outcomes["sender"].log
+    assert "Traceback" not in log
+    assert "publish_dropped" not in log and "capture_failed" not in log
+
+
 def test_flash_attention_says_its_log_sum_exps() -> None:
     """Two prompts in one call, one of them behind a cached prefix; a sender's tiles are made of them."""
     from vllm.v1.attention.backends import flash_attn
