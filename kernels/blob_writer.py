@@ -13,9 +13,10 @@ import torch
 
 from mapflow.kernels import blob_layout as layout
 from mapflow.kernels.attention_map import AttentionMap, TileSet
+from mapflow.kernels.blob import TILE_DTYPES_BY_CODE
 from mapflow.kernels.blob_layout import Header, HeadLayout
 
-_TILE_CODES = {torch.float8_e4m3fn: layout.TILES_E4M3_256, torch.bfloat16: layout.TILES_BF16}
+_TILE_CODES = {dtype: code for code, dtype in TILE_DTYPES_BY_CODE.items()}
 _BYTE_VIEWS = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16}
 _Array = npt.NDArray[np.generic]
 

@@ -20,7 +20,7 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     current, own = torch.cuda.current_stream(device), _stream(device)
     with torch.cuda.stream(own):
-        copy = tensor.pin_memory().to(device, non_blocking=True)
+        copy = pinned(tensor, device).to(device, non_blocking=True)
     current.wait_stream(own)
     copy.record_stream(current)
     return copy

@@ -87,27 +87,24 @@ def _unsupported(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str | No
 
 def new_request(request: Request) -> NewRequest:
     """What there is to know of a request."""
-    params, salt = request.kv_transfer_params, arrivals.users_salt(request)
-    return NewRequest(request_id=request.request_id, tokens=_plain_tokens(request), params=params, users_salt=salt)
+    return _new_request(request, request.kv_transfer_params, arrivals.users_salt(request))
 
 
 def arriving_request(request: EngineCoreRequest) -> NewRequest:
     """The same before vLLM made it."""
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
-    params, salt = (extra or {}).get("kv_transfer_params"), request.cache_salt
-    return NewRequest(request_id=request.request_id, tokens=_plain_tokens(request), params=params, users_salt=salt)
+    return _new_request(request, (extra or {}).get("kv_transfer_params"), request.cache_salt)
 
 
-def _plain_tokens(request: Request | EngineCoreRequest) -> list[int] | None:
-    """The prompt, if it is tokens alone, without LoRA, images or embeddings."""
-    is_plain = (
+def _new_request(request: Request | EngineCoreRequest, params: object, users_salt: str | None) -> NewRequest:
+    is_plain_text = (
         request.lora_request is None
         and not request.mm_features
         and request.prompt_embeds is None
         and request.pooling_params is None
     )
-    tokens: list[int] | None = request.prompt_token_ids if is_plain else None
-    return tokens
+    tokens = request.prompt_token_ids if is_plain_text else None
+    return NewRequest(request_id=request.request_id, tokens=tokens, params=params, users_salt=users_salt)
 
 
 def scheduled_rows(output: SchedulerOutput) -> list[ScheduledRows]:

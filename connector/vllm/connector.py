@@ -126,7 +126,7 @@ class MapFlowConnector(KVConnectorBase_V1):
             from mapflow.connector.vllm.gpu_sender import GpuSender  # needs Triton
 
             if GpuSender.can_measure(engine.facts):
-                self._gpu_sender = GpuSender(engine, arenas.device, publisher=self._publisher, arenas=arenas)
+                self._gpu_sender = GpuSender(engine, self._publisher, arenas)
                 return self._gpu_sender.capture
         return Capture(chunk_tokens=engine.namespace.chunk_tokens, block=engine.namespace.block)
 

@@ -24,8 +24,8 @@ _TILE_BYTES = 2 << 30  # eight layers of Qwen3-8B's tiles at 16k tokens and dens
 class GpuSender:
     """Of one worker that publishes."""
 
-    def __init__(self, engine: Engine, device: torch.device, *, publisher: Publisher, arenas: PinnedArenas) -> None:
-        """arenas: of the daemon, which maps are copied to.
+    def __init__(self, engine: Engine, publisher: Publisher, arenas: PinnedArenas) -> None:
+        """arenas: of the daemon, which maps are copied to from their device.
 
         Raises:
             torch.OutOfMemoryError: there is not as much memory as the settings say, or as the sender's plans need as a
@@ -35,7 +35,7 @@ class GpuSender:
         usual = _TILE_BYTES if engine.may_want_tiles else _MASS_BYTES
         self._namespace, self._row_stride = namespace, config.row_stride
         self._client, self._arenas, self._defer = engine.client, arenas, publisher.defer
-        self._buffer = CaptureBuffer(config.capture_bytes or usual, device)
+        self._buffer = CaptureBuffer(config.capture_bytes or usual, arenas.device)
         self.capture = KernelCapture(
             chunk_tokens=namespace.chunk_tokens,
             block=namespace.block,
