@@ -297,9 +297,13 @@ class PendingBlob(NewEntry):
 
     Attributes:
         write: fills a memoryview of `num_bytes` bytes and returns how many it wrote.
+        begin: called with the same memoryview before, for all blobs of a batch in turn: starts what takes time.
+        end: called after all those, also where one failed: returns when what was started is over.
     """
 
     write: Callable[[memoryview], int]
+    begin: Callable[[memoryview], None] = lambda view: None
+    end: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

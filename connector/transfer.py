@@ -179,16 +179,25 @@ def _publish_in_place(
     reservations = reserve(session, kind, producer, blobs, deadline_s)
     reserved = [reservation for reservation in reservations if reservation.state is ReservationState.RESERVED]
     try:
-        for blob, reservation in zip(blobs, reservations, strict=True):
-            if reservation.state is not ReservationState.RESERVED:
-                continue
-            _check_reservation(session, reservation)
-            if time.monotonic() > write_until:
-                raise Unavailable(Reason.RESERVATION_EXPIRED, f"the blobs took more than {_WRITE_WITHIN_S} s to write")
-            arena = arenas.get(session.boot_id, reservation.extent.arena_id)
-            if arena is None or reservation.extent.num_bytes != blob.num_bytes:
-                raise Unavailable(Reason.PROTOCOL, f"{reservation.extent} for a blob of {blob.num_bytes} bytes")
-            with _view(arena, reservation.extent) as view:
+        with contextlib.ExitStack() as views:
+            written: list[tuple[PendingBlob, memoryview]] = []
+            for blob, reservation in zip(blobs, reservations, strict=True):
+                if reservation.state is ReservationState.RESERVED:
+                    _check_reservation(session, reservation)
+                    arena = arenas.get(session.boot_id, reservation.extent.arena_id)
+                    if arena is None or reservation.extent.num_bytes != blob.num_bytes:
+                        raise Unavailable(Reason.PROTOCOL, f"{reservation.extent} for a blob of {blob.num_bytes} bytes")
+                    written.append((blob, views.enter_context(_view(arena, reservation.extent))))
+            try:
+                for blob, view in written:
+                    blob.begin(view)
+            finally:  # nothing may be under way into room that is given back
+                for blob, _ in written:
+                    blob.end()
+            for blob, view in written:
+                if time.monotonic() > write_until:
+                    text = f"the blobs took more than {_WRITE_WITHIN_S} s to write"
+                    raise Unavailable(Reason.RESERVATION_EXPIRED, text)
                 _write(blob, view)
         commit(session, reserved, deadline_s)
     except BaseException:
@@ -200,6 +209,8 @@ def _publish_in_place(
 def _store(session: Session, kind: Kind, producer: str, blob: PendingBlob, deadline_s: float) -> ReservationState:
     data = bytearray(blob.num_bytes)
     with memoryview(data) as view:
+        blob.begin(view)
+        blob.end()
         _write(blob, view)
     header = cache_pb2.StoreHeader(
         session_id=session.session_id, kind=kind.value, producer=producer, entry=blob.to_proto()

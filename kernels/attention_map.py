@@ -9,7 +9,6 @@
 Values only: nothing here computes attention, reads a cache, or knows the wire format (`blob.py`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,7 +51,6 @@ class TileSet:
     `[indptr[h, r], indptr[h, r + 1])` of `indices` and `values`, columns ascending.
 
     Contents are checked where the tensors lie on the CPU; on an accelerator only shapes are (a check would stall it).
-    Values may lie on an accelerator while the rest lies on the CPU, as on their way from one to the other.
     """
 
     indptr: torch.Tensor  # i32 [num_heads, num_row_blocks + 1], global: indptr[h, -1] == indptr[h + 1, 0]
@@ -64,8 +62,7 @@ class TileSet:
         device = self.indptr.device
         check_tensor("tiles.indices", self.indices, shape=("nnz",), dtypes=(torch.int32,), device=device)
         shape = (self.indices.shape[0], "block", "block")
-        elsewhere = None if device.type == "cpu" else device
-        check_tensor("tiles.values", self.values, shape=shape, dtypes=TILE_DTYPES, device=elsewhere)
+        check_tensor("tiles.values", self.values, shape=shape, dtypes=TILE_DTYPES, device=device)
         if self.values.shape[1] != self.values.shape[2]:
             raise ValueError(f"tiles.values: expected square tiles, got {list(self.values.shape)}")
         check_block(self.values.shape[1])
@@ -88,7 +85,7 @@ class TileSet:
         row_starts[offsets] = True
         if bool((self.indices < 0).any()) or not bool(((self.indices.diff() > 0) | row_starts[1:-1]).all()):
             raise ValueError("tiles.indices: expected block columns of at least 0, ascending within each block row")
-        if self.values.device.type == "cpu" and not tiles_are_valid(self.values):
+        if not tiles_are_valid(self.values):
             raise ValueError("tiles.values: expected probabilities in [0, 1], got NaN, a negative value or more than 1")
 
     @property
@@ -196,34 +193,3 @@ class AttentionMap:
     def measured(self) -> torch.Tensor:
         """bool [num_row_blocks]: the block rows whose every row was measured, which alone may be reused."""
         return self.row_counts == self.block
-
-
-def join_heads(parts: Sequence[AttentionMap]) -> AttentionMap:
-    """One map with the heads of all parts, in order; a row counts as measured as far as every part measured it.
-
-    Raises ValueError if the parts are not of one chunk, block and kind.
-    """
-    first = parts[0]
-    for one in parts[1:]:
-        same = (one.chunk_index, one.block, one.mass.shape[1:], one.tiles is None, one.approximate)
-        if same != (first.chunk_index, first.block, first.mass.shape[1:], first.tiles is None, first.approximate):
-            raise ValueError("parts: expected maps of one chunk, block and kind")
-    if len(parts) == 1:
-        return first
-    tiles = [one.tiles for one in parts if one.tiles is not None]
-    starts = [0]
-    for some in tiles:
-        starts.append(starts[-1] + some.num_tiles)
-    joined = None
-    if tiles:
-        joined = TileSet(
-            indptr=torch.cat([some.indptr + start for some, start in zip(tiles, starts)]),
-            indices=torch.cat([some.indices for some in tiles]),
-            values=torch.cat([some.values for some in tiles]),
-        )
-    return replace(
-        first,
-        mass=torch.cat([one.mass for one in parts]),
-        row_counts=torch.stack([one.row_counts for one in parts]).amin(0),
-        tiles=joined,
-    )

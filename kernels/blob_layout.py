@@ -63,7 +63,7 @@ class Header:
     num_row_blocks: int
     num_col_blocks: int
     chunk_index: int
-    total_bytes: int  # of the whole blob, a multiple of 64
+    total_bytes: int = 0  # of the whole blob, a multiple of 64
     identity: int = 0  # what the writer tied the blob to, 0 for nothing
     checksum: int = 0  # xxh3_64 of the prologue with this field zero
     version: int = FORMAT_VERSION

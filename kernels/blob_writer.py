@@ -1,10 +1,10 @@
-"""Write an `AttentionMap` into bytes, on the host or in page-locked memory straight from a GPU.
+"""Write an `AttentionMap` that lies on the host into bytes. On a GPU `head_sections.py` does most of it.
 
-The sections of all heads are laid out at once: a sender writes thousands of blobs a second. Format: `blob_layout.py`;
-`blob.py` reads it. No sockets, leases or shared-memory segments here.
+Format: `blob_layout.py`; `blob.py` reads it. No sockets, leases or shared-memory segments here.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -33,8 +33,7 @@ def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, i
     `identity`: 64 bits that tie the blob to its place in the cache, so that a reader whose bytes were replaced by
     another sound blob notices.
 
-    The header goes last and the magic is wiped first, so that a half-written buffer never looks valid. What lies on a
-    GPU is copied to the host; its tiles go straight into `buffer`, on the current stream, which is waited for. Raises
+    The header goes last and the magic is wiped first, so that a half-written buffer never looks valid. Raises
     ValueError, and writes nothing, if the buffer is read-only or too small.
     """
     view = memoryview(buffer).cast("B")
@@ -55,33 +54,52 @@ def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, i
         data[sections.mass_bytes : sections.indptr_offset] = 0
     if attention_map.tiles is not None:
         _write_tiles(attention_map.tiles, sections, heads)
-    table = b"".join(
-        layout.HEAD_ENTRY.pack(begin, len(data), layout.checksum(data)) for begin, data in zip(ends, heads)
-    )
-    prologue = np.zeros(header.prologue_bytes, dtype=np.uint8)
-    row_counts = _bytes(attention_map.row_counts, "<i4", 1)[0]
-    prologue[layout.HEADER_BYTES : layout.HEADER_BYTES + len(row_counts)] = row_counts
-    table_end = header.head_table_offset + len(table)
-    prologue[header.head_table_offset : table_end] = np.frombuffer(table, dtype=np.uint8)
-    prologue[: layout.HEADER_BYTES] = np.frombuffer(_header_of(attention_map, total, identity).pack(), dtype=np.uint8)
-    prologue[layout.CHECKSUM_FIELD] = np.frombuffer(layout.checksum(prologue).to_bytes(8, "little"), dtype=np.uint8)
-    out[layout.HEADER_BYTES : header.prologue_bytes] = prologue[layout.HEADER_BYTES :]
-    out[: layout.HEADER_BYTES] = prologue[: layout.HEADER_BYTES]
+    checksums = np.array([layout.checksum(data) for data in heads], dtype=np.uint64)
+    row_counts = attention_map.row_counts.cpu().numpy()
+    prologue = pack_prologue(header, row_counts, sections.num_bytes.astype(np.uint64), checksums, identity)
+    out[layout.HEADER_BYTES : header.prologue_bytes] = np.frombuffer(prologue, dtype=np.uint8)[layout.HEADER_BYTES :]
+    out[: layout.HEADER_BYTES] = np.frombuffer(prologue, dtype=np.uint8, count=layout.HEADER_BYTES)
     return total
 
 
-def _header_of(attention_map: AttentionMap, total_bytes: int = 0, identity: int = 0) -> Header:
+def pack_prologue(
+    header: Header,
+    row_counts: npt.NDArray[np.int32],
+    sizes: npt.NDArray[np.uint64],
+    checksums: npt.NDArray[np.uint64],
+    identity: int,
+) -> bytes:
+    """Everything in front of head 0. `header`: without total, identity and checksum.
+
+    row_counts: [num_row_blocks]. sizes, checksums: [num_heads], of the sections.
+    """
+    begin = header.prologue_bytes
+    ends = begin + sizes.cumsum(dtype=np.uint64)
+    out = np.zeros(begin, dtype=np.uint8)
+    out[layout.HEADER_BYTES :][: 4 * header.num_row_blocks] = row_counts.astype("<i4").view(np.uint8)
+    table = np.stack([ends - sizes, sizes, checksums], axis=1).astype("<u8")
+    out[header.head_table_offset :][: table.nbytes] = table.reshape(-1).view(np.uint8)
+    whole = replace(header, total_bytes=int(ends[-1]), identity=identity)
+    out[: layout.HEADER_BYTES] = np.frombuffer(whole.pack(), dtype=np.uint8)
+    out[layout.CHECKSUM_FIELD] = np.frombuffer(layout.checksum(out).to_bytes(8, "little"), dtype=np.uint8)
+    return out.tobytes()
+
+
+def tile_code(dtype: torch.dtype | None) -> int:
+    """`blob_layout.TILES_*` of tiles of this dtype; None: there are none."""
+    return layout.TILES_NONE if dtype is None else _TILE_CODES[dtype]
+
+
+def _header_of(attention_map: AttentionMap) -> Header:
     tiles = attention_map.tiles
     return Header(
-        tile_dtype=layout.TILES_NONE if tiles is None else _TILE_CODES[tiles.values.dtype],
+        tile_dtype=tile_code(None if tiles is None else tiles.values.dtype),
         flags=layout.FLAG_APPROXIMATE if attention_map.approximate else 0,
         block=attention_map.block,
         num_heads=attention_map.num_heads,
         num_row_blocks=attention_map.num_row_blocks,
         num_col_blocks=attention_map.num_col_blocks,
         chunk_index=attention_map.chunk_index,
-        total_bytes=total_bytes,
-        identity=identity,
     )
 
 
@@ -112,14 +130,6 @@ def _write_tiles(tiles: TileSet, sections: HeadLayout[npt.NDArray[np.int64]], he
 def _write_values(values: torch.Tensor, spans: Sequence[tuple[int, int, int]], heads: Sequence[_Array]) -> None:
     """Tiles [first, first + count) of each head, to `at` of its section."""
     size = values[0].nbytes if len(values) else 0
-    if values.device.type == "cuda":  # GPUs store bf16 as the blob does
-        source = values.reshape(-1).view(torch.uint8)
-        for data, (first, count, at) in zip(heads, spans):
-            target = torch.from_numpy(data[at : at + count * size])
-            target.copy_(source[first * size : (first + count) * size], non_blocking=True)
-            data[at + count * size :] = 0
-        torch.cuda.current_stream(values.device).synchronize()
-        return
     kind = "u1" if values.dtype == torch.float8_e4m3fn else "<i2"
     (stored,) = _bytes(values.view(_BYTE_VIEWS[values.dtype]), kind, 1)
     for data, (first, count, at) in zip(heads, spans):

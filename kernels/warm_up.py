@@ -6,13 +6,16 @@ a selection, a power of two), never sizes of a step. After it no call with the s
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from mapflow.kernels.attention_map import AttentionMap, TileSet
 from mapflow.kernels.block_rows import BlockRows
+from mapflow.kernels.checksum import section_checksums
 from mapflow.kernels.compress import block_masses
 from mapflow.kernels.guide import guide_attention
+from mapflow.kernels.head_sections import MeasuredRows, SectionTable, lay_out_sections
 from mapflow.kernels.map_table import MapTable
 from mapflow.kernels.mass_tasks import MassTasks
 from mapflow.kernels.paged import PagedKV
@@ -92,6 +95,23 @@ class Warmer:
             store_tiles(
                 query, self.kv, rows, index, lse, scale=1.0, tile_dtype=tile_dtype, arena=arena, offsets=offsets
             )
+        self._warm_sections(rows)
+
+    def _warm_sections(self, rows: BlockRows) -> None:
+        """What lays maps out as blobs; rows: one block row."""
+        one = MeasuredRows(chunk_index=0, row=0, num_rows=1, slot=0)
+        mass = torch.zeros(1, self.num_heads, 1, dtype=torch.uint8, device=self.kv.device)
+        is_measured = torch.ones(1, dtype=torch.uint8, device=self.kv.device)
+        is_wanted = torch.ones(self.num_heads, dtype=torch.bool, device=self.kv.device)
+        ends = torch.zeros(1, self.num_heads, dtype=torch.int64, device=self.kv.device)
+        arena = torch.empty(self.num_heads * 4096, dtype=torch.uint8, device=self.kv.device)
+        for tiled in (False, True):
+            chunk_rows = self.chunk_tokens // self.block
+            table = SectionTable.build([one], rows.lines[:, 6], chunk_rows=chunk_rows, tiled=tiled)
+            index = select_static(rows, self.num_heads, sink_blocks=0, local_blocks=0) if tiled else None
+            sizes: dict[str, Any] = {"tile_bytes": 64 * tiled, "ends": ends, "arena": arena}
+            lay_out_sections(table, mass, is_measured, index, is_wanted, **sizes)
+        section_checksums(arena, ends)
 
     def _lengths(self) -> list[int]:
         """Prompt lengths whose selections have each width once, shortest first."""

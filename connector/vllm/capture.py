@@ -17,16 +17,60 @@ from mapflow.connector.vllm.capture_states import CaptureStates
 from mapflow.connector.vllm.messages import CapturedChunk
 from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import AttentionMap
+from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 from mapflow.kernels.compress_reference import CompressedRows, assemble_chunk, compress_rows
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 
 
-class PendingMap(Protocol):
-    """A map that is still being copied from a GPU."""
+class BlobSource(Protocol):
+    """A map that can be written as a blob."""
 
-    def attention_map(self) -> AttentionMap | None:
-        """The map, on the host; None if nothing of it was measured after all. For the publisher's thread."""
+    @property
+    def num_bytes(self) -> int:
+        """Of the blob."""
+        ...
+
+    def begin(self, buffer: memoryview) -> None:
+        """As `messages.PendingBlob.begin`."""
+        ...
+
+    def end(self) -> None:
+        """As `messages.PendingBlob.end`."""
+        ...
+
+    def write(self, buffer: memoryview, identity: int) -> int:
+        """Returns the bytes written. identity: as for `blob_writer.write_blob`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostBlob:
+    """A map on the host; a `BlobSource`."""
+
+    map: AttentionMap
+
+    @property
+    def num_bytes(self) -> int:
+        """As `BlobSource.num_bytes`."""
+        return blob_num_bytes(self.map)
+
+    def begin(self, buffer: memoryview) -> None:
+        """Nothing takes time."""
+
+    def end(self) -> None:
+        """Nothing was begun."""
+
+    def write(self, buffer: memoryview, identity: int) -> int:
+        """As `BlobSource.write`."""
+        return write_blob(self.map, buffer, identity=identity)
+
+
+class PendingMap(Protocol):
+    """A map that is still on its way from a GPU."""
+
+    def source(self) -> BlobSource | None:
+        """The map; None if nothing of it was measured after all. For the publisher's thread."""
         ...
 
 
@@ -36,7 +80,7 @@ class FinishedMap:
 
     chunk: CapturedChunk
     layer: int
-    map: AttentionMap | PendingMap
+    map: HostBlob | PendingMap
 
 
 class StepCapture(Protocol):
@@ -148,7 +192,7 @@ class Capture:
                 part = self._measure(rows[low - begin : high - begin], keys[:high], low, want, scale)
                 state.parts.setdefault(chunk.index, []).append(part)
             if chunk.key and chunk_end <= row.row_end and (parts := state.parts.pop(chunk.index, [])):
-                done.append(FinishedMap(chunk=chunk, layer=layer, map=self._assemble(chunk, parts)))
+                done.append(FinishedMap(chunk=chunk, layer=layer, map=HostBlob(self._assemble(chunk, parts))))
         state.tail, state.tail_begin = rows[whole:].clone(), begin + whole
         return done
 

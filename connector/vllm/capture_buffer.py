@@ -7,17 +7,16 @@ overwritten. Without a GPU the same code copies at once.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from mapflow.kernels.upload import pinned
-
 ALIGNMENT = 256  # bytes; where rooms and the sections in them begin
-_PINNED_BYTES = 16 << 20  # of the page-locked memory that copies pass through
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -46,7 +45,6 @@ class CaptureBuffer:
         self._rooms: dict[int, int] = {}  # begin -> end
         self._ends: deque[tuple[int, int]] = deque()  # begin and new end of rooms that became smaller, on any thread
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pinned = pinned(torch.empty(_PINNED_BYTES, dtype=torch.uint8), device)
 
     @property
     def num_bytes(self) -> int:
@@ -109,35 +107,17 @@ class CaptureBuffer:
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 
-    def to_host(self, source: torch.Tensor, ready: Any) -> torch.Tensor:
-        """A copy of u8 [bytes] in ordinary memory, made after the event `ready`; the host waits, without the GIL."""
+    @contextlib.contextmanager
+    def copying(self, ready: Any) -> Iterator[None]:
+        """What is launched inside runs on the buffer's own stream, after the event `ready`."""
         if self._stream is None:
-            return source.clone()
-        out = torch.empty(source.shape[0], dtype=torch.uint8)
-        halves = self._pinned.chunk(2)
-        under_way: list[tuple[torch.Tensor, torch.Tensor, Any]] = []  # one is copied on while the next one comes
+            yield
+            return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            for number, (part, target) in enumerate(
-                zip(source.split(halves[0].shape[0]), out.split(halves[0].shape[0]))
-            ):
-                half = halves[number % 2][: part.shape[0]]
-                half.copy_(part, non_blocking=True)
-                done = torch.cuda.Event(blocking=True)
-                done.record(self._stream)
-                under_way.append((target, half, done))
-                if number:
-                    _land(*under_way.pop(0))
-        for one in under_way:
-            _land(*one)
-        return out
+            yield
 
 
 def is_done(ready: Any) -> bool:
     """Whether an event of `CaptureBuffer.ready` has come; waits for nothing."""
     return ready is None or bool(ready.query())
-
-
-def _land(target: torch.Tensor, half: torch.Tensor, done: Any) -> None:
-    done.synchronize()
-    target.copy_(half)

@@ -14,6 +14,7 @@ import torch
 
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.captured_rows import Part
+from mapflow.kernels.head_sections import MeasuredRows
 from mapflow.kernels.row_segment import RowSegment
 
 
@@ -112,13 +113,13 @@ def parts_of(span: Span, slot: int, chunk_tokens: int) -> list[ChunkPart]:
     block, end = span.block, span.whole_end
     for chunk in range(span.first // chunk_tokens, -(-end // chunk_tokens)):
         low, high = max(span.first, chunk * chunk_tokens), min(end, (chunk + 1) * chunk_tokens)
-        part = Part(
-            first_block_row=low // block,
+        rows = MeasuredRows(
+            chunk_index=chunk,
+            row=(low - chunk * chunk_tokens) // block,
             num_rows=(high - low) // block,
             slot=slot + (low - span.first) // block,
-            is_chunk=high - low == chunk_tokens,
         )
-        found.append(ChunkPart(span, chunk, part))
+        found.append(ChunkPart(span, chunk, Part(rows=rows)))
     return found
 
 

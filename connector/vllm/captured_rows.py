@@ -1,90 +1,56 @@
 """Block rows measured on a GPU, on their way to a map: where they lie on the device, and what becomes of them.
 
-A step at a layer leaves one `Piece`: the rows of all its requests, in a room of the capture buffer. The publisher's
-thread fetches it, which cuts it into the `Part`s that chunks are made of, and later puts a chunk's parts together. The
-tiles of a part that is a whole chunk stay where they are until they are written into the daemon's memory: they lie
-there as a blob has them, and gigabytes of them are copied but once.
+A step at a layer leaves one `Piece`: what it measured of each chunk, laid out as the head sections of that chunk's
+blob, in a room of the capture buffer. The publisher's thread fetches where they end and their checksums. A chunk that
+was measured whole stays where it is until it is copied, once, into the daemon's memory; of one that was measured in
+several steps the parts come to the host and are joined there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from mapflow.connector.vllm.capture import BlobSource, HostBlob
 from mapflow.connector.vllm.capture_buffer import ALIGNMENT, CaptureBuffer, Room
-from mapflow.kernels.attention_map import AttentionMap, TileSet
-from mapflow.kernels.blob_layout import align
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartTiles:
-    """Kept blocks of a part's rows, head by head, rows inside.
-
-    counts: i64 [rows, num_heads]. columns: i32 [rows, num_heads, columns], undefined behind the counts. values: u8
-    [tiles, bytes of a tile], of dtype `dtype`; on the host, or in `room` on the device.
-    """
-
-    counts: torch.Tensor
-    columns: torch.Tensor
-    values: torch.Tensor
-    dtype: torch.dtype
-    room: Room | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PartRows:
-    """mass: u8 [rows, num_heads, columns]. measured: whether a row's masses are finite and its tiles found room."""
-
-    mass: torch.Tensor
-    measured: list[bool]
-    tiles: PartTiles | None
+from mapflow.kernels.attention_map import AttentionMap
+from mapflow.kernels.blob import read_blob
+from mapflow.kernels.blob_layout import Header, align
+from mapflow.kernels.blob_writer import pack_prologue, tile_code
+from mapflow.kernels.checksum import section_checksums
+from mapflow.kernels.head_sections import MeasuredRows
+from mapflow.kernels.map_join import join_rows
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Part:
-    """`num_rows` block rows of a request from `first_block_row` on, at `slot` of a piece; `rows` once fetched.
+    """Rows of one request's chunk. is_cut: whether they found no room. found: what was fetched of them."""
 
-    is_chunk: whether they are all rows of a chunk. is_cut: whether their tiles found no room.
-    """
-
-    first_block_row: int
-    num_rows: int
-    slot: int
-    is_chunk: bool = False
+    rows: MeasuredRows
     is_cut: bool = False
-    rows: PartRows | None = None
+    found: DeviceBlob | AttentionMap | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Sections of a piece's room, for `num_rows` block rows (slots) of `num_columns` columns.
-
-    tile_dtype: None without tiles; their sections are `counts`, `columns` and, behind all others, the tiles.
-    """
+    """Sections of a piece's room, for `num_rows` block rows (slots) in `num_parts` parts. tile_dtype: None without."""
 
     num_rows: int
+    num_parts: int
     num_heads: int
-    num_columns: int
     block: int
+    chunk_rows: int
     tile_dtype: torch.dtype | None
-    _ends: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Place the sections."""
-        cells = self.num_rows * self.num_heads
-        sizes = [self.num_rows, cells * self.num_columns]
-        if self.tile_dtype is not None:
-            sizes += [4 * cells, 4 * cells * self.num_columns]
-        self._ends = list(accumulate((align(size, ALIGNMENT) for size in sizes), initial=0))
 
     @property
     def num_bytes(self) -> int:
-        """Of everything in front of the tiles."""
-        return self._ends[-1]
+        """Of everything in front of the head sections."""
+        return self._ends_at + align(8 * self.num_parts * self.num_heads, ALIGNMENT)
 
     @property
     def tile_bytes(self) -> int:
@@ -92,29 +58,75 @@ class Layout:
         return 0 if self.tile_dtype is None else self.block**2 * self.tile_dtype.itemsize
 
     def finite(self, data: torch.Tensor) -> torch.Tensor:
-        """u8 [rows] of a room's bytes: whether the row's masses are finite."""
+        """u8 [rows] of a room's bytes: whether the row's masses are finite, without which it was not measured."""
         return data[: self.num_rows]
 
-    def mass(self, data: torch.Tensor) -> torch.Tensor:
-        """u8 [rows, num_heads, columns], as `attention_map.encode_mass` encodes means."""
-        return self._section(data, 1, torch.uint8, self.num_columns)
+    def ends(self, data: torch.Tensor) -> torch.Tensor:
+        """i64 [parts, num_heads]: where in `sections` each head's section of each part ends."""
+        size = 8 * self.num_parts * self.num_heads
+        return data[self._ends_at : self._ends_at + size].view(torch.int64).view(self.num_parts, self.num_heads)
 
-    def counts(self, data: torch.Tensor) -> torch.Tensor:
-        """i32 [rows, num_heads]: kept blocks, 0 for heads that nobody wants."""
-        return self._section(data, 2, torch.int32, 1)[..., 0]
-
-    def columns(self, data: torch.Tensor) -> torch.Tensor:
-        """i32 [rows, num_heads, columns]: which ones."""
-        return self._section(data, 3, torch.int32, self.num_columns)
-
-    def tiles(self, data: torch.Tensor) -> torch.Tensor:
-        """u8 [bytes]: the tiles part by part, in each head by head, rows inside, up to the end of the room."""
+    def sections(self, data: torch.Tensor) -> torch.Tensor:
+        """u8 [bytes]: head sections, part by part, up to the end of the room."""
         return data[self.num_bytes :]
 
-    def _section(self, data: torch.Tensor, number: int, dtype: torch.dtype, width: int) -> torch.Tensor:
-        begin, shape = self._ends[number], (self.num_rows, self.num_heads, width)
-        size = self.num_rows * self.num_heads * width * dtype.itemsize
-        return data[begin : begin + size].view(dtype).view(shape)
+    def header(self, chunk_index: int) -> Header:
+        """Of a part's blob."""
+        return Header(
+            tile_dtype=tile_code(self.tile_dtype),
+            flags=0,
+            block=self.block,
+            num_heads=self.num_heads,
+            num_row_blocks=self.chunk_rows,
+            num_col_blocks=(chunk_index + 1) * self.chunk_rows,
+            chunk_index=chunk_index,
+        )
+
+    @property
+    def _ends_at(self) -> int:
+        return align(self.num_rows, ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeviceBlob:
+    """A chunk's map whose head sections lie in a room on the device; a `capture.BlobSource`.
+
+    sections: u8 [bytes] of the room. row_counts: i32 [chunk_rows]. sizes, checksums: u64 [num_heads] of the sections.
+    """
+
+    header: Header
+    row_counts: npt.NDArray[np.int32]
+    sizes: npt.NDArray[np.uint64]
+    checksums: npt.NDArray[np.uint64]
+    sections: torch.Tensor
+    room: Room
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the blob."""
+        return self.header.prologue_bytes + self.sections.shape[0]
+
+    def begin(self, buffer: memoryview) -> None:
+        """Start to copy the sections into page-locked memory, on the current stream."""
+        buffer[: self.header.prologue_bytes] = bytes(self.header.prologue_bytes)
+        out = torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8)[self.header.prologue_bytes :])
+        out[: self.sections.shape[0]].copy_(self.sections, non_blocking=True)
+
+    def end(self) -> None:
+        """Wait for the current stream."""
+        if self.sections.device.type == "cuda":
+            torch.cuda.current_stream(self.sections.device).synchronize()
+
+    def write(self, buffer: memoryview, identity: int) -> int:
+        """Write what makes the blob valid."""
+        prologue = pack_prologue(self.header, self.row_counts, self.sizes, self.checksums, identity)
+        buffer[: len(prologue)] = prologue
+        return self.num_bytes
+
+    def on_host(self) -> AttentionMap:
+        """The map itself; waits for the device."""
+        prologue = pack_prologue(self.header, self.row_counts, self.sizes, self.checksums, 0)
+        return read_blob(prologue + self.sections.cpu().numpy().tobytes())
 
 
 class Piece:
@@ -130,111 +142,54 @@ class Piece:
         self.ready: Any = buffer.ready()
 
     def fetch(self) -> int:
-        """Copy to the host and cut into parts; returns bytes of all tiles. For the publisher's thread."""
-        data, layout, begin = self._buffer.data(self._room), self._layout, 0
-        host = self._buffer.to_host(data[: layout.num_bytes], self.ready)
-        finite, mass = layout.finite(host).bool(), layout.mass(host)
-        for part in self._parts:
-            own = slice(part.slot, part.slot + part.num_rows)
-            columns = part.first_block_row + part.num_rows
-            tiles, fits = None, True
-            if layout.tile_dtype is not None:
-                end = begin + int(layout.counts(host)[own].sum()) * layout.tile_bytes
-                fits = end <= layout.tiles(data).shape[0]
-                values = layout.tiles(data)[begin : end if fits else begin]
-                tiles = PartTiles(
-                    counts=layout.counts(host)[own].long() * fits,
-                    columns=layout.columns(host)[own, :, :columns].clone(),
-                    values=(values if part.is_chunk else self._buffer.to_host(values, self.ready)).view(
-                        -1, layout.tile_bytes
-                    ),
-                    dtype=layout.tile_dtype,
-                    room=self._room if part.is_chunk else None,
+        """Learn where the parts lie; returns the bytes of their sections. For the publisher's thread."""
+        data, layout = self._buffer.data(self._room), self._layout
+        sections = layout.sections(data)
+        with self._buffer.copying(self.ready):
+            checksums = section_checksums(sections, layout.ends(data))
+            table = data[: layout.num_bytes].cpu()
+            finite, ends = layout.finite(table).numpy(), layout.ends(table).numpy()
+            begin = 0
+            for part, own_ends, sums in zip(self._parts, ends, checksums):
+                part.is_cut = int(own_ends[-1]) > sections.shape[0]
+                if part.is_cut:
+                    continue
+                rows = part.rows
+                row_counts = np.zeros(layout.chunk_rows, dtype=np.int32)
+                row_counts[rows.row : rows.row + rows.num_rows] = finite[rows.slot : rows.slot + rows.num_rows]
+                blob = DeviceBlob(
+                    header=layout.header(rows.chunk_index),
+                    row_counts=row_counts * np.int32(layout.block),
+                    sizes=np.diff(own_ends, prepend=begin).astype(np.uint64),
+                    checksums=sums,
+                    sections=sections[begin : int(own_ends[-1])],
+                    room=self._room,
                 )
-                begin = end
-            part.is_cut = not fits
-            measured = (finite[own] & fits).tolist()
-            part.rows = PartRows(mass=mass[own, :, :columns].clone(), measured=measured, tiles=tiles)
+                begin = int(own_ends[-1])
+                part.found = blob if rows.num_rows == layout.chunk_rows else blob.on_host()
         self._buffer.shrink(self._room, layout.num_bytes + begin)
-        return begin
+        return int(ends[-1, -1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkParts:
     """A `capture.PendingMap`: one chunk's parts in the order in which they were measured."""
 
-    chunk_index: int
-    chunk_rows: int  # block rows of a chunk
-    block: int
     parts: Sequence[Part]
 
-    def attention_map(self) -> AttentionMap | None:
+    def source(self) -> BlobSource | None:
         """The chunk's map; of a row that was measured twice (after a preemption) the later measurement counts.
 
         Rows with tiles of another kind than the latest part's are left out, as are those never measured.
         """
-        fetched = [(part, part.rows) for part in self.parts if part.rows is not None]
-        if not fetched:
+        found = [part.found for part in self.parts if part.found is not None]
+        if found and isinstance(found[-1], DeviceBlob):
+            return found[-1] if found[-1].row_counts.any() else None
+        maps = [one.on_host() if isinstance(one, DeviceBlob) else one for one in found]
+        if not any(bool(one.measured.any()) for one in maps):
             return None
-        kind = _kind(fetched[-1][1])
-        first = self.chunk_index * self.chunk_rows
-        found: dict[int, tuple[PartRows, int]] = {}
-        for part, rows in fetched:
-            for place, is_measured in enumerate(rows.measured):
-                if is_measured and _kind(rows) == kind:
-                    found[part.first_block_row + place - first] = (rows, place)
-        if not found:
-            return None
-        num_heads = fetched[-1][1].mass.shape[1]
-        mass = torch.zeros(num_heads, self.chunk_rows, first + self.chunk_rows, dtype=torch.uint8)
-        row_counts = torch.zeros(self.chunk_rows, dtype=torch.int32)
-        for own_row, (rows, place) in found.items():
-            mass[:, own_row, : rows.mass.shape[2]] = rows.mass[place]
-            row_counts[own_row] = self.block
-        return AttentionMap(
-            chunk_index=self.chunk_index,
-            block=self.block,
-            mass=mass,
-            row_counts=row_counts,
-            tiles=None if kind is None else _tile_set(found, mass.shape, self.block, kind),
-        )
+        return HostBlob(join_rows([one for one in maps if _kind(one) == _kind(maps[-1])]))
 
 
-def _kind(rows: PartRows) -> torch.dtype | None:
-    return None if rows.tiles is None else rows.tiles.dtype
-
-
-def _tile_set(found: dict[int, tuple[PartRows, int]], shape: Sequence[int], block: int, dtype: torch.dtype) -> TileSet:
-    """The tiles of a chunk's rows, heads first. shape: of its masses."""
-    num_heads, num_rows, num_columns = shape
-    counts = torch.zeros(num_heads, num_rows, dtype=torch.int64)
-    columns = torch.zeros(num_heads, num_rows, num_columns, dtype=torch.int32)
-    for own_row, (rows, place) in found.items():
-        assert rows.tiles is not None
-        counts[:, own_row] = rows.tiles.counts[place]
-        columns[:, own_row, : rows.tiles.columns.shape[2]] = rows.tiles.columns[place]
-    ends = counts.flatten().cumsum(0)
-    indptr = torch.zeros(num_heads, num_rows + 1, dtype=torch.int32)
-    indptr[:, 1:] = ends.view_as(counts)
-    indptr[1:, 0] = indptr[:-1, -1]
-    kept = torch.arange(num_columns) < counts[..., None]
-    values = _values(found, counts, ends)
-    return TileSet(indptr=indptr, indices=columns[kept], values=values.view(dtype).view(-1, block, block))
-
-
-def _values(found: dict[int, tuple[PartRows, int]], counts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """u8 [tiles, bytes of a tile] in a blob's order: as they lie, where they are all of one part's."""
-    parts = list({id(rows): rows.tiles for rows, _ in found.values() if rows.tiles is not None}.values())
-    if len(parts) == 1 and parts[0].values.shape[0] == int(ends[-1]):
-        return parts[0].values
-    base = dict(zip(map(id, parts), accumulate((one.values.shape[0] for one in parts), initial=0)))
-    starts = torch.zeros_like(counts)
-    for own_row, (rows, place) in found.items():
-        assert rows.tiles is not None
-        by_head = rows.tiles.counts.T.contiguous()
-        before = by_head.flatten().cumsum(0).view_as(by_head) - by_head
-        starts[:, own_row] = before[:, place] + base[id(rows.tiles)]
-    index = torch.arange(int(ends[-1])) + (starts.flatten() - ends + counts.flatten()).repeat_interleave(
-        counts.flatten()
-    )
-    return torch.cat([one.values.cpu() for one in parts]).index_select(0, index)
+def _kind(one: AttentionMap) -> torch.dtype | None:
+    return None if one.tiles is None else one.tiles.values.dtype

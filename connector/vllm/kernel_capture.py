@@ -33,6 +33,7 @@ from mapflow.connector.wants import LayerWant
 from mapflow.kernels.attention_map import quantise_mass
 from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.compress import block_masses
+from mapflow.kernels.head_sections import SectionTable, lay_out_sections
 from mapflow.kernels.mass_tasks import MassTasks
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.row_segment import RowSegment
@@ -50,35 +51,30 @@ class _Tables:
     tasks: MassTasks
     slots: list[int]
     row_lse: torch.Tensor
-    line_of_slot: torch.Tensor
-    _orders: list[torch.Tensor] = field(default_factory=list)
+    _sections: dict[bool, SectionTable] = field(default_factory=dict)
 
-    def blob_order(self, parts: Sequence[Part]) -> torch.Tensor:
-        """i64 [mass rows * num_heads]: (row, head) part by part, in each head by head, rows inside; as blobs have it.
-
-        parts: the same ones, in the same order, in every layer of the step; all rows are in one of them.
-        """
-        if not self._orders:
-            heads = torch.arange(self.row_lse.shape[0])
-            slots = (torch.arange(part.slot, part.slot + part.num_rows) for part in parts)
-            order = torch.cat([(heads[:, None] + own * len(heads)).flatten() for own in slots])
-            self._orders.append(upload(order, self.rows.device))
-        return self._orders[0]
+    def sections(self, parts: Sequence[Part], chunk_rows: int, tiled: bool) -> SectionTable:
+        """parts: the same ones, in the same order, in every layer of the step; all rows are in one of them."""
+        if tiled not in self._sections:
+            own = [part.rows for part in parts]
+            slot_of_line = self.rows.lines[:, 6]
+            self._sections[tiled] = SectionTable.build(own, slot_of_line, chunk_rows=chunk_rows, tiled=tiled)
+        return self._sections[tiled]
 
     def no_mass(self) -> torch.Tensor:
         """float32 zeros [mass rows, num_heads, columns]."""
         shape = (self.tasks.measured.shape[0], self.row_lse.shape[0], self.rows.num_columns)
         return torch.zeros(shape, device=self.rows.device)
 
-    def layout(self, tile_dtype: torch.dtype | None) -> Layout:
-        """Of a piece with these rows."""
-        return Layout(
-            num_rows=self.tasks.measured.shape[0],
-            num_heads=self.row_lse.shape[0],
-            num_columns=self.rows.num_columns,
-            block=self.rows.block,
-            tile_dtype=tile_dtype,
-        )
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tiles:
+    """What tiles are computed from: arguments of `store_tiles`."""
+
+    query: torch.Tensor
+    row_lse: torch.Tensor
+    kv: PagedKV
+    scale: float
 
 
 class KernelCapture:
@@ -148,13 +144,7 @@ class KernelCapture:
             for chunk in row.step.capture:
                 complete = chunk.key and (chunk.index + 1) * self._chunk_tokens <= row.row_end
                 if complete and (parts := states[id(row)].parts.pop(chunk.index, [])):
-                    pending = ChunkParts(
-                        chunk_index=chunk.index,
-                        chunk_rows=self._chunk_tokens // self._block,
-                        block=self._block,
-                        parts=parts,
-                    )
-                    done.append(FinishedMap(chunk=chunk, layer=layer, map=pending))
+                    done.append(FinishedMap(chunk=chunk, layer=layer, map=ChunkParts(parts=parts)))
         return done
 
     def _measure_masses(
@@ -173,7 +163,7 @@ class KernelCapture:
             partial = mass[last, :, : begin // self._block + 1].clone() if begin < span.end else None
             span.keep(partial)
         if any(span.num_whole for span in spans):
-            self._store(spans, tables, tables.layout(None), want, mass, None)
+            self._store(spans, tables, want, mass)
 
     def _measure_tiles(
         self,
@@ -192,77 +182,66 @@ class KernelCapture:
             return
         exact = rows.row_lse is None
         tables = self._tables_of(rows.segments, rows.query, kv, 1 if exact else self._row_stride)
-        layout, mass = tables.layout(TILE_DTYPE_BY_NAME[want.tile_dtype]), tables.no_mass()
+        mass = tables.no_mass()
         keys = {"key_dtype": None} if exact else {}
         block_masses(rows.query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, **keys)
         lse = tables.row_lse if rows.row_lse is None else rows.row_lse
-
-        def store(data: torch.Tensor, parts: Sequence[Part]) -> None:
-            self._store_tiles(data, parts, layout, tables, want, mass, rows.query, lse, kv, scale)
-
-        self._store(whole, tables, layout, want, mass, store)
+        self._store(whole, tables, want, mass, _Tiles(rows.query, lse, kv, scale))
 
     def _store(
         self,
         spans: Sequence[Span],
         tables: _Tables,
-        layout: Layout,
         want: LayerWant,
         mass: torch.Tensor,
-        store_tiles_in: Callable[[torch.Tensor, Sequence[Part]], None] | None,
+        tiles: _Tiles | None = None,
     ) -> None:
         """Put the whole block rows of `spans` where the publisher's thread fetches them. `mass` is spent."""
-        parts = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
+        found = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
+        parts = [one.part for one in found]
+        layout = Layout(
+            num_rows=mass.shape[0],
+            num_parts=len(parts),
+            num_heads=mass.shape[1],
+            block=self._block,
+            chunk_rows=self._chunk_tokens // self._block,
+            tile_dtype=None if tiles is None else TILE_DTYPE_BY_NAME[want.tile_dtype],
+        )
+        table = tables.sections(parts, layout.chunk_rows, tiles is not None)
         num_wanted = layout.num_heads if want.heads is None else len(want.heads)
         blocks = sum(row + 1 for segment in tables.rows.segments for row in segment.block_rows(self._block))
 
         def fill(data: torch.Tensor) -> None:
-            if store_tiles_in is not None:
-                store_tiles_in(data, [one.part for one in parts])
-            layout.finite(data).copy_(mass.sum((1, 2)).isfinite())
-            measured_rows = self._block // tables.tasks.row_stride
-            mean = mass.mul_(self._head_mask(want, layout.num_heads)[:, None] / measured_rows)
-            layout.mass(data).copy_(quantise_mass(mean))
+            finite, head_mask = layout.finite(data), self._head_mask(want, layout.num_heads)
+            finite.copy_(mass.sum((1, 2)).isfinite())
+            index = None if tiles is None else select_by_mass(mass, tables.rows, want.tile_top_p)
+            mean = mass.mul_(head_mask[:, None] * (tables.tasks.row_stride / self._block))
+            arena = layout.sections(data)
+            offsets = lay_out_sections(
+                table,
+                quantise_mass(mean),
+                finite,
+                index,
+                head_mask > 0,
+                tile_bytes=layout.tile_bytes,
+                ends=layout.ends(data),
+                arena=arena,
+            )
+            if tiles is not None and index is not None and layout.tile_dtype is not None:
+                store_tiles(
+                    tiles.query,
+                    tiles.kv,
+                    tables.rows,
+                    index,
+                    tiles.row_lse,
+                    scale=tiles.scale,
+                    tile_dtype=layout.tile_dtype,
+                    arena=arena,
+                    offsets=offsets,
+                )
 
-        self._pieces.put(parts, layout, blocks * num_wanted * layout.tile_bytes, fill)
-
-    def _store_tiles(
-        self,
-        data: torch.Tensor,
-        parts: Sequence[Part],
-        layout: Layout,
-        tables: _Tables,
-        want: LayerWant,
-        mass: torch.Tensor,
-        query: torch.Tensor,
-        row_lse: torch.Tensor,
-        kv: PagedKV,
-        scale: float,
-    ) -> None:
-        """Select, and store tiles part by part, in each head by head, as far as there is room for them."""
-        assert layout.tile_dtype is not None
-        index = select_by_mass(mass, tables.rows, want.tile_top_p)
-        is_wanted = self._head_mask(want, layout.num_heads)
-        counts = index.counts.index_select(0, tables.line_of_slot) * is_wanted.int()
-        arena = layout.tiles(data)
-        order = tables.blob_order(parts)
-        sizes = (counts.long() * layout.tile_bytes).flatten()
-        ends = torch.empty_like(sizes).index_copy_(0, order, sizes[order].cumsum(0))
-        offsets = torch.where((sizes > 0) & (ends <= arena.shape[0]), ends - sizes, -1).view_as(counts)
-        layout.counts(data).copy_(counts)
-        layout.columns(data).copy_(index.columns.index_select(0, tables.line_of_slot))
-        slot_of_line = tables.rows.lines[:, 6].long()
-        store_tiles(
-            query,
-            kv,
-            tables.rows,
-            index,
-            row_lse,
-            scale=scale,
-            tile_dtype=layout.tile_dtype,
-            arena=arena,
-            offsets=offsets.index_select(0, slot_of_line),
-        )
+        fixed = layout.num_bytes + layout.num_heads * table.fixed_sum
+        self._pieces.put(found, layout, fixed, blocks * num_wanted * layout.tile_bytes, fill)
 
     def _tables_of(self, segments: Sequence[RowSegment], query: torch.Tensor, kv: PagedKV, row_stride: int) -> _Tables:
         places = ((id(one.block_table), one.row_begin, one.row_end, one.out_begin) for one in segments)
@@ -277,7 +256,6 @@ class KernelCapture:
                 tasks=MassTasks.build(rows, group=query.shape[1] // kv.num_kv_heads, row_stride=row_stride),
                 slots=list(accumulate(counts[:-1], initial=0)),
                 row_lse=torch.empty(query.shape[1], query.shape[0], device=query.device),
-                line_of_slot=rows.lines[:, 6].argsort(),
             )
         return self._tables[key]
 

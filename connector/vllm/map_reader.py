@@ -23,9 +23,10 @@ from mapflow.connector.vllm.map_identity import map_identity
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.pinned import PinnedArenas
 from mapflow.connector.wants import LayerWant, plan_wants
-from mapflow.kernels.attention_map import AttentionMap, join_heads
+from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import read_blob
 from mapflow.kernels.blob_run import BlobRun, read_runs
+from mapflow.kernels.map_join import join_heads
 
 _IN_PLACE_AREA = 1 << 30  # rows times columns: a step that certainly ends before a lease that was given back does
 COPY_WITHIN_S = 5.0  # a lease that ends sooner is not used for copies that nobody waits for

@@ -27,6 +27,7 @@ Defer = Callable[[Callable[[], None]], bool]
 
 _POLL_S = 2e-4
 _TILE_SHARE = 4  # one layer's tiles of a step take at most this part of the buffer
+_SMALL_SHARE = 32  # and that much even if tiles were few lately: of short prompts more blocks are worth one
 _MARGIN = 1.25  # of room over what tiles took lately
 _DECAY = 0.95  # a piece
 _NO_LIMIT = 2**31
@@ -55,14 +56,19 @@ class PieceStore:
         return replace(row, step=replace(row.step, capture=capture))
 
     def put(
-        self, parts: Sequence[ChunkPart], layout: Layout, all_tiles: int, fill: Callable[[torch.Tensor], None]
+        self,
+        parts: Sequence[ChunkPart],
+        layout: Layout,
+        least: int,
+        all_tiles: int,
+        fill: Callable[[torch.Tensor], None],
     ) -> None:
         """Have the publisher's thread fetch what `fill` makes kernels write into a room, and add it to the states.
 
-        all_tiles: bytes that the tiles of all blocks would take.
+        least: bytes without tiles. all_tiles: bytes that the tiles of all blocks would take.
         """
-        usual = min(int(_MARGIN * self._share * all_tiles), self._buffer.num_bytes // _TILE_SHARE)
-        room = self._take(layout.num_bytes, layout.num_bytes + usual)
+        usual = max(int(_MARGIN * self._share * all_tiles), min(all_tiles, self._buffer.num_bytes // _SMALL_SHARE))
+        room = self._take(least, least + min(usual, self._buffer.num_bytes // _TILE_SHARE))
         if room is None:
             self._drop(parts)
             return
@@ -71,9 +77,9 @@ class PieceStore:
         self._launched.append(piece.ready)
 
         def fetch() -> None:
-            tiles = piece.fetch()
+            num_bytes = piece.fetch()
             if all_tiles:
-                self._share = max(tiles / all_tiles, _DECAY * self._share)
+                self._share = max(num_bytes / all_tiles, _DECAY * self._share)
             self._drop([one for one in parts if one.part.is_cut])
 
         if self._defer(fetch):

@@ -19,10 +19,8 @@ from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters
 from mapflow.connector.messages import Kind, PendingBlob
 from mapflow.connector.reasons import Unavailable
-from mapflow.connector.vllm.capture import FinishedMap
+from mapflow.connector.vllm.capture import FinishedMap, HostBlob
 from mapflow.connector.vllm.map_identity import map_identity
-from mapflow.kernels.attention_map import AttentionMap
-from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +83,7 @@ class Publisher:
 
     def _publish(self, maps: Sequence[FinishedMap]) -> None:
         try:
-            blobs = [self._blob(item, found) for item in maps if (found := self._on_host(item)) is not None]
+            blobs = [blob for item in maps if (blob := self._blob(item)) is not None]
             report = self._client.publish(Kind.MAP, self._producer_id, blobs)
         except Unavailable as error:
             self._counters.add("publish_dropped", error.reason, len(maps))
@@ -97,25 +95,18 @@ class Publisher:
             self._counters.add("published", "existed", report.existed)
             self._counters.add("publish_dropped", "no_room", report.no_room)
 
-    def _on_host(self, item: FinishedMap) -> AttentionMap | None:
-        """The map itself; None, and counted, where nothing of it could be measured."""
-        if isinstance(item.map, AttentionMap):
-            return item.map
-        found = item.map.attention_map()
-        if found is None:
+    def _blob(self, item: FinishedMap) -> PendingBlob | None:
+        """What to publish; None, and counted, where nothing of it could be measured."""
+        source = item.map if isinstance(item.map, HostBlob) else item.map.source()
+        if source is None:
             self._counters.add("publish_dropped", "not_measured")
-        return found
-
-    def _blob(self, item: FinishedMap, attention_map: AttentionMap) -> PendingBlob:
-        identity = map_identity(item.chunk.key, self._producer_id, item.layer)
-
-        def write(buffer: memoryview) -> int:
-            return write_blob(attention_map, buffer, identity=identity)
-
+            return None
         return PendingBlob(
             key=item.chunk.key,
             parent_key=item.chunk.parent_key,
             layer=item.layer,
-            num_bytes=blob_num_bytes(attention_map),
-            write=write,
+            num_bytes=source.num_bytes,
+            begin=source.begin,
+            end=source.end,
+            write=partial(source.write, identity=map_identity(item.chunk.key, self._producer_id, item.layer)),
         )

@@ -108,7 +108,7 @@ def test_any_chunking_measures_the_same(cuts: list[int], seed: int, top_p: float
     done = [item for begin, end in itertools.pairwise(edges) for item in prompt.step(capture, want, begin, end, offset)]
     assert [item.chunk.index for item in done] == [0, 1, 2]
     for item in done:
-        assert equal_maps(item.map, prompt.whole(item.chunk.index, want))
+        assert equal_maps(item.map.map, prompt.whole(item.chunk.index, want))
 
 
 def test_rows_that_were_never_computed_are_marked() -> None:
@@ -116,10 +116,10 @@ def test_rows_that_were_never_computed_are_marked() -> None:
     capture = Capture(chunk_tokens=CHUNK, block=BLOCK)
     done = prompt.step(capture, want, 160, 384)  # a local prefix hit ends inside block row 2, which is chunk 1's first
     assert [item.chunk.index for item in done] == [1, 2]
-    assert done[0].map.row_counts.tolist() == [0, BLOCK]
-    assert not done[0].map.mass[:, 0].any()
-    assert done[1].map.row_counts.tolist() == [BLOCK, BLOCK]
-    assert equal_maps(done[1].map, prompt.whole(2, want))
+    assert done[0].map.map.row_counts.tolist() == [0, BLOCK]
+    assert not done[0].map.map.mass[:, 0].any()
+    assert done[1].map.map.row_counts.tolist() == [BLOCK, BLOCK]
+    assert equal_maps(done[1].map.map, prompt.whole(2, want))
 
 
 def test_a_preempted_request_that_starts_again_measures_once() -> None:
@@ -129,7 +129,7 @@ def test_a_preempted_request_that_starts_again_measures_once() -> None:
     done = [*prompt.step(capture, want, 0, 200), *prompt.step(capture, want, 200, 256)]
     assert [item.chunk.index for item in done] == [0, 1]
     for item in done:
-        assert equal_maps(item.map, prompt.whole(item.chunk.index, want))
+        assert equal_maps(item.map.map, prompt.whole(item.chunk.index, want))
 
 
 def test_a_gap_after_preemption_drops_the_kept_queries() -> None:
@@ -138,7 +138,7 @@ def test_a_gap_after_preemption_drops_the_kept_queries() -> None:
     prompt.step(capture, want, 0, 100)
     done = prompt.step(capture, want, 128, 256)
     assert [item.chunk.index for item in done] == [1]
-    assert equal_maps(done[0].map, prompt.whole(1, want))
+    assert equal_maps(done[0].map.map, prompt.whole(1, want))
 
 
 def test_a_request_that_ends_early_leaves_nothing() -> None:
@@ -162,4 +162,4 @@ def test_the_next_turn_goes_on_from_an_unfinished_chunk(overlap: int) -> None:
     second = prompt.step(capture, want, begin, 400, name="turn 2", num_prompt=400, resume=b"name")
     assert [item.chunk.index for item in (*first, *second)] == [0, 1, 2]
     for item in (*first, *second):
-        assert equal_maps(item.map, prompt.whole(item.chunk.index, want)), "no row is lost between turns"
+        assert equal_maps(item.map.map, prompt.whole(item.chunk.index, want)), "no row is lost between turns"

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from mapflow.connector.counters import Counters  # noqa: E402
 from mapflow.connector.messages import Kind, PendingBlob, PublishReport  # noqa: E402
-from mapflow.connector.vllm.capture import FinishedMap  # noqa: E402
+from mapflow.connector.vllm.capture import FinishedMap, HostBlob  # noqa: E402
 from mapflow.connector.vllm.map_identity import map_identity  # noqa: E402
 from mapflow.connector.vllm.messages import CapturedChunk  # noqa: E402
 from mapflow.connector.vllm.publisher import Publisher  # noqa: E402
@@ -30,6 +30,8 @@ class _Client:
     def publish(self, kind: Kind, producer: str, blobs: Sequence[PendingBlob]) -> PublishReport:
         for blob in blobs:
             buffer = bytearray(blob.num_bytes)
+            blob.begin(memoryview(buffer))
+            blob.end()
             blob.write(memoryview(buffer))
             self.blobs.append(bytes(buffer))
         return PublishReport(published=len(blobs), existed=0, no_room=0)
@@ -45,8 +47,8 @@ class _Pending:
         mass, counts = torch.full((1, 1, 1), 255, dtype=torch.uint8), torch.tensor([64], dtype=torch.int32)
         self.found = AttentionMap(chunk_index=0, block=64, mass=mass, row_counts=counts)
 
-    def attention_map(self) -> AttentionMap | None:
-        return self.found
+    def source(self) -> HostBlob | None:
+        return None if self.found is None else HostBlob(self.found)
 
 
 def test_maps_are_published_once_what_they_are_made_of_was_fetched() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch
 
 from mapflow.connector.counters import Counters
 from mapflow.connector.vllm.batch import BatchRow
-from mapflow.connector.vllm.capture import Capture, FinishedMap
+from mapflow.connector.vllm.capture import Capture, FinishedMap, HostBlob
 from mapflow.connector.vllm.capture_buffer import CaptureBuffer, Room
 from mapflow.connector.vllm.kernel_capture import KernelCapture
 from mapflow.connector.vllm.messages import CapturedChunk, RequestStep
@@ -171,23 +172,33 @@ class Captures:
         found = []
         for theirs in wanted:
             ours = got.pop(0)
-            assert isinstance(theirs.map, AttentionMap)
-            found.append(replace(ours, map=fetched(ours)))
-            check_map(fetched(found[-1]), theirs.map)
+            found.append(replace(ours, map=HostBlob(fetched(ours))))
+            check_map(fetched(found[-1]), exactly(theirs))
         del ours
         assert self.buffer.take(self.buffer.num_bytes, self.buffer.num_bytes) is not None, "all room was given back"
         return found
 
 
+def exactly(item: FinishedMap) -> AttentionMap:
+    """Of the reference."""
+    assert isinstance(item.map, HostBlob)
+    return item.map.map
+
+
 def fetched(item: FinishedMap) -> AttentionMap:
-    """On the host, as a blob that was written and read."""
-    if isinstance(item.map, AttentionMap):
-        return item.map
-    found = item.map.attention_map()
-    assert found is not None
-    data = bytearray(blob_num_bytes(found))
-    write_blob(found, data)
-    return read_blob(data)
+    """As a blob that was written and read."""
+    source = item.map if isinstance(item.map, HostBlob) else item.map.source()
+    assert source is not None
+    data = bytearray(b"\xff" * source.num_bytes)
+    with memoryview(data) as view:
+        source.begin(view)
+        source.end()
+        assert source.write(view, 7) == len(data)
+    found = read_blob(data, identity=7)
+    again = bytearray(blob_num_bytes(found))
+    write_blob(found, again, identity=7)
+    assert data == again, "kernels lay a blob out as the writer does"
+    return found
 
 
 def check_map(got: AttentionMap, wanted: AttentionMap) -> None:
@@ -228,8 +239,7 @@ def test_every_fourth_row_of_masses(device: torch.device, edges: Sequence[int]) 
     got = [item for step in cut(0, *edges) for item in cuts.step(*step)[0]]
     whole.fetch(), cuts.fetch()
     for ours, alone, exact in zip(got, wanted, reference, strict=True):
-        assert isinstance(exact.map, AttentionMap)
-        mass, of_all = decode_mass(fetched(ours).mass), decode_mass(exact.map.mass)
+        mass, of_all = decode_mass(fetched(ours).mass), decode_mass(exactly(exact).mass)
         assert int((fetched(ours).mass.int() - fetched(alone).mass.int()).abs().max()) <= 1
         torch.testing.assert_close(mass.sum(-1), torch.ones(mass.shape[:2]), atol=0.02, rtol=0.0)
         assert 0.02 < float((mass - of_all).norm() / of_all.norm()) < 0.4
@@ -250,8 +260,7 @@ def test_tiles_with_the_log_sum_exps_of_the_engine(
     captures.fetch()
     both = either = 0
     for ours, theirs in zip(got, wanted, strict=True):
-        assert isinstance(theirs.map, AttentionMap)
-        mine, exact = tiles_by_place(fetched(ours)), tiles_by_place(theirs.map)
+        mine, exact = tiles_by_place(fetched(ours)), tiles_by_place(exactly(theirs))
         both, either = both + len(mine.keys() & exact.keys()), either + len(mine.keys() | exact.keys())
         for place in mine.keys() & exact.keys():
             steps = (mine[place].view(torch.uint8).int() - exact[place].view(torch.uint8).int()).abs()
@@ -275,13 +284,13 @@ def test_all_heads(device: torch.device, want: LayerWant) -> None:
     captures = Captures(Prompts(device, 128), want)
     (got,), (wanted,) = captures.step(Rows(0, 0, 128))
     captures.fetch()
-    assert isinstance(wanted.map, AttentionMap)
-    if wanted.map.tiles is None:
-        check_map(fetched(got), wanted.map)
+    exact = exactly(wanted)
+    if exact.tiles is None:
+        check_map(fetched(got), exact)
         return
     ours = fetched(got).tiles
-    assert ours is not None and torch.equal(ours.indices, wanted.map.tiles.indices)
-    torch.testing.assert_close(ours.values, wanted.map.tiles.values, rtol=2**-7, atol=1e-4)
+    assert ours is not None and torch.equal(ours.indices, exact.tiles.indices)
+    torch.testing.assert_close(ours.values, exact.tiles.values, rtol=2**-7, atol=1e-4)
 
 
 @EITHER
@@ -341,8 +350,7 @@ def test_a_full_buffer_costs_maps_and_nothing_else(device: torch.device, want: L
         return
     assert [item.chunk.index for item in got] == [1, 2]
     assert [fetched(item).row_counts.tolist() for item in got] == [[0, BLOCK], [BLOCK, BLOCK]]
-    assert isinstance(wanted[-1].map, AttentionMap)
-    check_map(fetched(got[-1]), wanted[-1].map)
+    check_map(fetched(got[-1]), exactly(wanted[-1]))
 
 
 class Event:
@@ -363,7 +371,7 @@ def test_waits_for_room_while_the_gpu_has_work(device: torch.device, monkeypatch
         return ready[-1]
 
     monkeypatch.setattr(captures.buffer, "ready", record)
-    monkeypatch.setattr(captures.buffer, "to_host", lambda source, ready: source.cpu())
+    monkeypatch.setattr(captures.buffer, "copying", lambda ready: contextlib.nullcontext())
     for step in range(2):
         assert captures.step(Rows(0, 128 * step, 128 * step + 128))[0] != []
     captures.fetch()
@@ -375,17 +383,6 @@ def test_waits_for_room_while_the_gpu_has_work(device: torch.device, monkeypatch
     captures.on_full = lambda: setattr(ready[1], "is_done", True)
     assert captures.step(Rows(0, 384, 512))[0] == [] and ready[1].is_done, "waited no longer than the GPU was busy"
     assert captures.counters.get("publish_dropped", "capture_busy") == 1
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 8 << 20, (40 << 20) + 3])
-def test_rooms_come_to_the_host_whole(device: torch.device, num_bytes: int) -> None:
-    """In one piece of pinned memory after the other, where they are large."""
-    buffer = CaptureBuffer(64 << 20, device)
-    room = buffer.take(num_bytes, 64 << 20)
-    assert room is not None
-    noise = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-    buffer.data(room)[:num_bytes] = noise.to(device)
-    assert torch.equal(buffer.to_host(buffer.data(room)[:num_bytes], buffer.ready()), noise)
 
 
 def test_a_busy_thread_costs_maps_and_no_room(device: torch.device) -> None:
@@ -401,9 +398,8 @@ def test_tiles_beyond_their_room(device: torch.device) -> None:
     captures = Captures(Prompts(device, 256), LayerWant(tile_top_p=1.0), buffer_bytes=4 * 15 * BLOCK**2)
     got, wanted = captures.step(Rows(0, 0, 256))
     captures.fetch()
-    assert isinstance(wanted[0].map, AttentionMap)
-    check_map(fetched(got[0]), wanted[0].map)
-    assert not isinstance(got[1].map, AttentionMap) and got[1].map.attention_map() is None
+    check_map(fetched(got[0]), exactly(wanted[0]))
+    assert not isinstance(got[1].map, HostBlob) and got[1].map.source() is None
     assert captures.counters.get("publish_dropped", "capture_busy") == 1
     assert [item.chunk.index for item in captures.step(Rows(0, 0, 256))[0]] == [0]
     captures.end("0")

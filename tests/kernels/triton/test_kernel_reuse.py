@@ -21,9 +21,10 @@ from mapflow.connector.vllm.messages import MappedChunk, RequestStep, ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
 from mapflow.connector.vllm.staging import StagingBuffer
 from mapflow.connector.vllm.transfer_model import TransferModel
-from mapflow.kernels.attention_map import AttentionMap, TileSet, join_heads
+from mapflow.kernels.attention_map import AttentionMap, TileSet
 from mapflow.kernels.blob_run import read_runs
 from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
+from mapflow.kernels.map_join import join_heads
 
 SENDER_HEADS, CHUNK, BLOCK = 3, 128, 64
 GUIDE, TRANSLATE = Mode.GUIDE, Mode.TRANSLATE

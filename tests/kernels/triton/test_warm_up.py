@@ -8,8 +8,11 @@ import pytest
 import torch
 import triton
 
+from mapflow.kernels.block_rows import BlockIndex, BlockRows
+from mapflow.kernels.checksum import section_checksums
 from mapflow.kernels.compress import block_masses
 from mapflow.kernels.guide import guide_attention
+from mapflow.kernels.head_sections import MeasuredRows, SectionTable, lay_out_sections
 from mapflow.kernels.mass_tasks import MassTasks
 from mapflow.kernels.select import select_by_mass, select_static
 from mapflow.kernels.warm_up import Warmer
@@ -28,6 +31,27 @@ def compiled() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_post_compile_hook = note
     yield names
     triton.knobs.runtime.jit_post_compile_hook = None
+
+
+def lay_out(index: BlockIndex, rows: BlockRows, tasks: MassTasks, chunk_rows: int) -> None:
+    """As a sender, each block row as a part of its own."""
+    parts, slot = [], 0
+    for segment in rows.segments:
+        for row in segment.block_rows(rows.block):
+            place = {"chunk_index": row // chunk_rows, "row": row % chunk_rows}
+            parts.append(MeasuredRows(**place, num_rows=1, slot=slot))
+            slot += 1
+    mass = torch.zeros(slot, 6, rows.num_columns, dtype=torch.uint8, device=rows.device)
+    known = torch.ones(slot, dtype=torch.uint8, device=rows.device)
+    ends = torch.zeros(slot, 6, dtype=torch.int64, device=rows.device)
+    arena = torch.zeros(1 << 20, dtype=torch.uint8, device=rows.device)
+    is_wanted = torch.ones(6, dtype=torch.bool, device=rows.device)
+    for tiled in (False, True):
+        table = SectionTable.build(parts, rows.lines[:, 6], chunk_rows=chunk_rows, tiled=tiled)
+        tile_bytes = rows.block**2 if tiled else 0
+        found = index if tiled else None
+        lay_out_sections(table, mass, known, found, is_wanted, tile_bytes=tile_bytes, ends=ends, arena=arena)
+        section_checksums(arena, ends)
 
 
 @pytest.mark.parametrize(("block", "head_dim"), [(64, 64), (128, 128)] if torch.cuda.is_available() else [(64, 64)])
@@ -57,7 +81,7 @@ def test_nothing_compiles_after_the_warm_up(
         mass = torch.zeros(tasks.measured.shape[0], 6, rows.num_columns, device=device)
         lse = torch.zeros(6, batch.num_rows, device=device)
         block_masses(batch.query, batch.kv, tasks, scale=0.1, mass=mass, row_lse=lse)
-        select_by_mass(mass, rows, 0.9)
+        lay_out(select_by_mass(mass, rows, 0.9), rows, tasks, 4)
         assert not compiled
 
 
