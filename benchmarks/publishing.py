@@ -57,21 +57,20 @@ def measure(
         time.sleep(0.5)  # until the sender knows
         samples: dict[str, list[float]] = {name: [] for name in running}
         prompts: dict[str, list[int]] = {}
-        before = settled(client.config.endpoint)
-        entries = num_bytes = chunks = 0
+        settled(client.config.endpoint)
+        published, reusable, num_bytes = [], [], []
         for repeat in range(arguments.repeats + 1):
             for name in seeds.sample(sorted(running), len(running)):
                 prompts[name] = make_prompt(context, seeds.randrange(1 << 30))
                 ms = running[name].ask(prompts[name], None)["ms"]
                 if repeat:
                     samples[name].append(ms)
-            now = settled(client.config.endpoint)
-            if repeat:
-                entries += now.num_entries - before.num_entries
-                num_bytes += now.arenas[0].used_bytes - before.arenas[0].used_bytes
-                chunks += reusable_chunks(client, plan, prompts["sender"]) if plan is not None else 0
-            before = now
-        wanted = len(plan.map_layers) * (context // CHUNK_TOKENS) if plan is not None else 0
+            settled(client.config.endpoint)
+            if repeat and plan is not None:
+                share, common, size = found(client, plan, prompts["sender"])
+                published.append(share)
+                reusable.append(common)
+                num_bytes.append(size)
         ms, full = (statistics.median(samples[name]) for name in ("sender", "plain"))
         cases.append(
             {
@@ -80,9 +79,10 @@ def measure(
                 "prefill_ms": round(ms, 2),
                 "full_ms": round(full, 2),
                 "change_percent": round(100 * (ms / full - 1), 2),
-                "published_share": round(entries / arguments.repeats / wanted, 3) if wanted else 0.0,
-                "reusable_share": round(chunks / arguments.repeats / (context // CHUNK_TOKENS), 3),
-                "published_mb": round(num_bytes / arguments.repeats / 1e6, 1),
+                "published_share": round(statistics.mean(published or [0.0]), 3),
+                "reusable_share": round(statistics.mean(reusable or [0.0]), 3),
+                "published_mb": round(statistics.mean(num_bytes or [0.0]) / 1e6, 1),
+                "reusable_samples": reusable,
                 "samples": [round(one, 2) for one in samples["sender"]],
                 "full_samples": [round(one, 2) for one in samples["plain"]],
             }
@@ -96,11 +96,20 @@ def measure(
     return cases
 
 
-def reusable_chunks(client: Client, plan: Plan, prompt: list[int]) -> int:
-    """Chunks from the first one on that a receiver would find in all layers."""
-    want = Want(model=plan.sender.model_id, layers=plan.map_layers)
-    hits = client.lookup(plan.namespace().chunk_keys(prompt), [want], 0.0).result().hits
-    return max((hit.num_chunks for hit in hits), default=0)
+def found(client: Client, plan: Plan, prompt: list[int]) -> tuple[float, float, int]:
+    """Of a prompt's chunks: the share that lies there without a gap, layer by layer and in all layers; their bytes."""
+    keys, model = plan.namespace().chunk_keys(prompt), plan.sender.model_id
+    wants = [Want(model=model, layers=(layer,)) for layer in plan.map_layers]
+    num_chunks = num_bytes = 0
+    for want in wants:
+        result = client.lookup(keys, [want], 1.0).result()
+        for hit in result.hits:
+            num_chunks += hit.num_chunks
+            num_bytes += sum(extent.num_bytes for extents in hit.extents for extent in extents)
+        client.release([result.lease] if result.lease is not None else [])
+    together = client.lookup(keys, [Want(model=model, layers=plan.map_layers)], 0.0).result().hits
+    common = max((hit.num_chunks for hit in together), default=0)
+    return num_chunks / (len(keys) * len(wants)), common / len(keys), num_bytes
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 One program for each range. Of its 1,024-byte blocks, all 16 stripes are mixed at once, and the blocks one after the
 other. Source: the XXH3 specification (xxHash, doc/xxhash_spec.md), its way with more than 240 bytes and its default
-secret; shorter ranges are few, and hashed on the host.
+secret; and with 17 to 128, and with 129 to 240, of which there are 64, 128 and 192 here.
 """
 
 import numpy as np
@@ -11,11 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from mapflow.kernels.blob_layout import checksum
 from mapflow.kernels.tensor_check import check_tensor
 from mapflow.kernels.upload import upload
 
-_SHORT = 240
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
     "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -25,6 +23,7 @@ _SECRET = bytes.fromhex(
 _PRIME32_1, _PRIME32_2, _PRIME32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIME64_1, _PRIME64_2, _PRIME64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 _PRIME64_4, _PRIME64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+_PRIME: tl.constexpr = tl.constexpr(_PRIME64_1)
 _START = (_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1)
 
 
@@ -40,33 +39,43 @@ def section_checksums(data: torch.Tensor, ends: torch.Tensor) -> npt.NDArray[np.
     check_tensor("data", data, shape=("bytes",), dtypes=(torch.uint8,))
     flat = ends.reshape(-1)
     check_tensor("ends", flat, shape=("ranges",), dtypes=(torch.int64,), device=data.device)
-    out = torch.empty(flat.shape[0] + 1, dtype=torch.int64, device=data.device)
+    out = torch.empty_like(flat)
     words = data[: data.shape[0] // 8 * 8].view(torch.int64)
     _checksum_kernel[(flat.shape[0],)](words, flat, _keys(data.device), out, words.shape[0] * 8, num_warps=1)
-    found = out[:-1].cpu().numpy().view(np.uint64)
-    stops = flat.cpu().numpy()
-    starts = np.concatenate(([0], stops[:-1]))
-    short = np.flatnonzero((stops - starts <= _SHORT) & (stops <= data.shape[0]))
-    if short.size:
-        lanes = torch.arange(_SHORT // 64 * 64, device=data.device)
-        places = upload(torch.from_numpy(starts[short])[:, None], data.device) + lanes
-        held = data[places.clamp_(max=data.shape[0] - 1)].cpu().numpy()
-        for number, own, size in zip(short.tolist(), held, (stops - starts)[short].tolist()):
-            found[number] = checksum(own[:size])
-    return found.reshape(ends.shape)
+    return out.cpu().numpy().view(np.uint64).reshape(ends.shape)
 
 
 _keys_by_device: dict[torch.device, torch.Tensor] = {}
 
 
 def _keys(device: torch.device) -> torch.Tensor:
-    """i64 [20 * 8]: keys of a block's 16 stripes, its scramble, the last stripe and the end; what lanes start with."""
+    """i64 [24 * 8], in rows of eight: the secret of a block's 16 stripes, its scramble, the last stripe and the end;
+    what lanes start with; and of short ranges, two rows for the first 128 bytes and two for the rest.
+    """
     if device not in _keys_by_device:
         starts = [*range(0, 128, 8), 128, 121, 11]
         rows = [np.frombuffer(_SECRET, dtype="<u8", count=8, offset=start) for start in starts]
         rows.append(np.array(_START, dtype=np.uint64))
+        rows.append(np.frombuffer(_SECRET, dtype="<u8", count=16))
+        rows += [np.frombuffer(_SECRET, dtype="<u8", count=2, offset=start) for start in (3, 19, 35, 51, 119, 0, 0, 0)]
         _keys_by_device[device] = upload(torch.from_numpy(np.concatenate(rows).view(np.int64)), device)
     return _keys_by_device[device]
+
+
+@triton.jit
+def _avalanche(value):
+    value ^= value >> 37
+    value *= 0x165667919E3779F9
+    return value ^ (value >> 32)
+
+
+@triton.jit
+def _short_mix(words, at, keys, inside):
+    """The sum of lanes of 16 bytes each, from byte `at` on, where `inside`; keys: two words a lane."""
+    lane = tl.arange(0, 8)
+    low = tl.load(words + at // 8, mask=inside, other=0) ^ tl.load(keys + 2 * lane)
+    high = tl.load(words + at // 8 + 1, mask=inside, other=0) ^ tl.load(keys + 2 * lane + 1)
+    return tl.sum(tl.where(inside, (low * high) ^ tl.umulhi(low, high), 0), 0)
 
 
 @triton.jit
@@ -82,10 +91,18 @@ def _checksum_kernel(data, ends, keys, out, num_bytes):
     begin = tl.load(ends + number - 1, mask=number > 0, other=0)
     end = tl.load(ends + number)
     size = end - begin
+    words = data.to(tl.pointer_type(tl.uint64)) + begin // 8
+    secret = keys.to(tl.pointer_type(tl.uint64))
+    place = out.to(tl.pointer_type(tl.uint64)) + number
+    lane, stripe = tl.arange(0, 8), tl.arange(0, 16)
+    if (size <= 240) & (end <= num_bytes):
+        from_both_ends = tl.where(lane % 2 == 1, size - 16 - lane // 2 * 16, lane // 2 * 16)
+        at = tl.where(size < 192, from_both_ends, lane * 16)
+        short = _avalanche(_short_mix(words, at, secret + 160, lane * 16 < size) + size.to(tl.uint64) * _PRIME)
+        at = tl.where(lane == 4, 176, 128 + lane * 16)
+        rest = _short_mix(words, at, secret + 176, lane < tl.where(size == 192, 5, 0))
+        tl.store(place, tl.where(size == 192, _avalanche(short + rest), short))
     if (size > 240) & (end <= num_bytes):
-        lane, stripe = tl.arange(0, 8), tl.arange(0, 16)
-        words = data.to(tl.pointer_type(tl.uint64)) + begin // 8
-        secret = keys.to(tl.pointer_type(tl.uint64))
         own, other = stripe[:, None] * 8 + lane[None, :], stripe[:, None] * 8 + (lane ^ 1)[None, :]
         key = tl.load(secret + own)
         scramble = tl.load(secret + 16 * 8 + lane)
@@ -104,8 +121,4 @@ def _checksum_kernel(data, ends, keys, out, num_bytes):
         keyed = tl.reshape(acc ^ tl.load(secret + 18 * 8 + lane), [4, 2])
         low, high = tl.split(keyed)
         folded = (low * high) ^ tl.umulhi(low, high)
-        result = tl.sum(folded, 0) + size.to(tl.uint64) * 0x9E3779B185EBCA87
-        result ^= result >> 37
-        result *= 0x165667919E3779F9
-        result ^= result >> 32
-        tl.store(out.to(tl.pointer_type(tl.uint64)) + number, result)
+        tl.store(place, _avalanche(tl.sum(folded, 0) + size.to(tl.uint64) * _PRIME))

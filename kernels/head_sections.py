@@ -35,43 +35,41 @@ class SectionTable:
 
     Attributes:
         parts: i32 [num parts, 4]: chunk_index, row, num_rows, slot.
-        slot_of_line: i64 [W], the mass row of each line of the step's `BlockRows`.
-        line_of_slot: i32 [mass rows].
-        part_of_line: i64 [W].
-        fixed_bytes: i64 [num parts, 1], of a section without tiles: masses and, where tiles are stored, indptr.
-        fixed_sum: of all parts.
+        line_of_slot: i32 [mass rows], of the step's `BlockRows`.
+        fixed_ends: i64 [num parts, num_heads], where sections without tiles end.
+        fixed_bytes: bytes of all those.
         chunk_rows: block rows of a chunk (R).
         tiled: whether tiles are stored.
     """
 
     parts: torch.Tensor
-    slot_of_line: torch.Tensor
     line_of_slot: torch.Tensor
-    part_of_line: torch.Tensor
-    fixed_bytes: torch.Tensor
-    fixed_sum: int
+    fixed_ends: torch.Tensor
+    fixed_bytes: int
     chunk_rows: int
     tiled: bool
 
     @classmethod
     def build(
-        cls, parts: Sequence[MeasuredRows], slot_of_line: torch.Tensor, *, chunk_rows: int, tiled: bool
+        cls,
+        parts: Sequence[MeasuredRows],
+        slot_of_line: torch.Tensor,
+        *,
+        num_heads: int,
+        chunk_rows: int,
+        tiled: bool,
     ) -> "SectionTable":
-        """Every mass row is in one of the parts, and has one line. slot_of_line: [W], on the device."""
+        """slot_of_line: i32 [W], on the device: the mass row of each line; every one is in one of the parts."""
         table = torch.tensor([(one.chunk_index, one.row, one.num_rows, one.slot) for one in parts], dtype=torch.int32)
         sizes = [align(chunk_rows * chunk_rows * (one.chunk_index + 1)) for one in parts]
         fixed = [align(size + 4 * (chunk_rows + 1)) if tiled else size for size in sizes]
-        owners = torch.empty(slot_of_line.shape[0], dtype=torch.int64)
-        for number, one in enumerate(parts):
-            owners[one.slot : one.slot + one.num_rows] = number
+        ends = torch.tensor(fixed).repeat_interleave(num_heads).cumsum(0)
         device = slot_of_line.device
         return cls(
             parts=upload(table, device),
-            slot_of_line=slot_of_line.long(),
             line_of_slot=slot_of_line.argsort().int(),
-            part_of_line=upload(owners, device)[slot_of_line.long()],
-            fixed_bytes=upload(torch.tensor(fixed)[:, None], device),
-            fixed_sum=sum(fixed),
+            fixed_ends=upload(ends.view(-1, num_heads), device),
+            fixed_bytes=int(ends[-1]),
             chunk_rows=chunk_rows,
             tiled=tiled,
         )
@@ -85,11 +83,11 @@ class SectionTable:
 def lay_out_sections(
     table: SectionTable,
     mass: torch.Tensor,
-    is_measured: torch.Tensor,
+    factors: torch.Tensor,
     index: BlockIndex | None,
-    is_wanted: torch.Tensor,
     *,
     tile_bytes: int,
+    finite: torch.Tensor,
     ends: torch.Tensor,
     arena: torch.Tensor,
 ) -> torch.Tensor:
@@ -97,11 +95,11 @@ def lay_out_sections(
 
     Args:
         table: the step's chunks.
-        mass: u8 [mass rows, num_heads, C], as `attention_map.encode_mass` encodes means.
-        is_measured: u8 [mass rows], 1 or 0; those of 0 are left empty.
+        mass: float32 [mass rows, num_heads, C], sums of probabilities.
+        factors: float32 [num_heads]: what makes means of them; 0 for heads that nobody wants, whose tiles are left out.
         index: of the kept blocks, by line; None unless `table.tiled`.
-        is_wanted: bool [num_heads]: whose tiles are.
         tile_bytes: of one tile, a multiple of 64.
+        finite: u8 [mass rows], written: whether all masses of the row are finite. What other rows have is undefined.
         ends: i64 [num parts, num_heads], written: where in `arena` each section ends; it begins at the end before it,
             the first one at 0. A part whose last end lies behind the arena is left out, as are all behind it.
         arena: u8 [bytes].
@@ -111,31 +109,40 @@ def lay_out_sections(
 
     Raises ValueError for wrong shapes or dtypes.
     """
-    num_heads = mass.shape[1]
-    num_rows = table.line_of_slot.shape[0]
-    check_tensor("mass", mass, shape=(num_rows, num_heads, "C"), dtypes=(torch.uint8,), device=arena.device)
-    check_tensor("is_measured", is_measured, shape=(num_rows,), dtypes=(torch.uint8,), device=arena.device)
-    shape = (table.num_parts, num_heads)
-    check_tensor("ends", ends, shape=shape, dtypes=(torch.int64,), device=arena.device)
+    num_heads, num_rows = mass.shape[1], table.line_of_slot.shape[0]
+    check_tensor("mass", mass, shape=(num_rows, num_heads, "C"), dtypes=(torch.float32,), device=arena.device)
+    check_tensor("factors", factors, shape=(num_heads,), dtypes=(torch.float32,), device=arena.device)
+    check_tensor("finite", finite, shape=(num_rows,), dtypes=(torch.uint8,), device=arena.device)
+    check_tensor("ends", ends, shape=table.fixed_ends.shape, dtypes=(torch.int64,), device=arena.device)
     if (index is not None) != table.tiled or tile_bytes % 64:
         raise ValueError(f"index, tile_bytes: do not fit a table with tiled={table.tiled}, got {tile_bytes} bytes")
-    sizes = table.fixed_bytes.expand(table.num_parts, num_heads)
-    columns = counts = table.parts
-    if index is not None:
-        counts = index.counts * (is_measured[table.slot_of_line][:, None] * is_wanted)
-        columns = index.columns
-        num_tiles = torch.zeros(sizes.shape, dtype=torch.int64, device=arena.device)
-        num_tiles.index_add_(0, table.part_of_line, counts.long())
-        sizes = sizes + (4 * num_tiles + 63) // 64 * 64 + num_tiles * tile_bytes
-    torch.cumsum(sizes.flatten(), 0, out=ends.view(-1))
+    finite.fill_(1)
+    counts, columns = (table.parts, table.parts) if index is None else (index.counts, index.columns)
+    if index is None:
+        ends.copy_(table.fixed_ends)
+    else:
+        sizes = torch.empty_like(table.fixed_ends)
+        _sizes_kernel[(table.num_parts,)](
+            table.parts,
+            table.line_of_slot,
+            counts,
+            factors,
+            sizes,
+            num_heads,
+            tile_bytes,
+            CHUNK_ROWS=table.chunk_rows,
+            HEADS=triton.next_power_of_2(num_heads),
+        )
+        torch.cumsum(sizes.view(-1), 0, out=ends.view(-1))
     offsets = torch.empty(counts.shape if table.tiled else (0, num_heads), dtype=torch.int64, device=arena.device)
     _sections_kernel[(table.num_parts, num_heads)](
         table.parts,
         table.line_of_slot,
         mass.contiguous(),
-        is_measured,
+        factors,
         counts,
         columns,
+        finite,
         ends,
         offsets,
         arena,
@@ -147,9 +154,41 @@ def lay_out_sections(
         CHUNK_ROWS=table.chunk_rows,
         ROWS=triton.next_power_of_2(table.chunk_rows),
         TILED=table.tiled,
-        num_warps=4,
     )
     return offsets
+
+
+@triton.jit
+def _fixed_bytes(chunk, CHUNK_ROWS: tl.constexpr):
+    """Of masses and indptr."""
+    indptr = (CHUNK_ROWS * CHUNK_ROWS * (chunk + 1) + 63) // 64 * 64
+    return indptr, (indptr + 4 * (CHUNK_ROWS + 1) + 63) // 64 * 64
+
+
+@triton.jit
+def _sizes_kernel(
+    parts,
+    line_of_slot,
+    counts,
+    factors,
+    sizes,
+    num_heads,
+    tile_bytes,
+    CHUNK_ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    part = tl.program_id(0)
+    head = tl.arange(0, HEADS)
+    inside = head < num_heads
+    num_rows, slot = tl.load(parts + part * 4 + 2), tl.load(parts + part * 4 + 3)
+    num_tiles = tl.zeros([HEADS], tl.int32)
+    for row in range(num_rows):
+        line = tl.load(line_of_slot + slot + row)
+        num_tiles += tl.load(counts + line * num_heads + head, mask=inside, other=0)
+    num_tiles = tl.where(tl.load(factors + head, mask=inside, other=0.0) > 0, num_tiles, 0).to(tl.int64)
+    indptr, fixed = _fixed_bytes(tl.load(parts + part * 4), CHUNK_ROWS)
+    size = fixed + (4 * num_tiles + 63) // 64 * 64 + num_tiles * tile_bytes
+    tl.store(sizes + part * num_heads + head, size, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_bytes", "mass_columns", "index_columns"])
@@ -157,9 +196,10 @@ def _sections_kernel(
     parts,
     line_of_slot,
     mass,
-    is_measured,
+    factors,
     counts,
     columns,
+    finite,
     ends,
     offsets,
     arena,
@@ -180,28 +220,31 @@ def _sections_kernel(
     fits = tl.load(ends + at_part * num_heads + num_heads - 1) <= num_bytes
     num_columns = (chunk + 1) * CHUNK_ROWS
     mass_end = CHUNK_ROWS * num_columns
-    lane, wide = tl.arange(0, 64), tl.arange(0, 128)
+    indptr, indices = _fixed_bytes(chunk, CHUNK_ROWS)
+    factor = tl.load(factors + head)
+    wide = tl.arange(0, 128)
     if fits:
         for row in range(CHUNK_ROWS):
-            is_own = (row >= first) & (row < first + num_rows)
-            known = tl.load(is_measured + slot + row - first, mask=is_own, other=0).to(tl.int32)
-            known *= tl.minimum(num_columns, mass_columns)
-            values = mass + ((slot + row - first).to(tl.int64) * num_heads + head) * mass_columns
+            own_columns = tl.where((row >= first) & (row < first + num_rows), tl.minimum(num_columns, mass_columns), 0)
+            sums = mass + ((slot + row - first).to(tl.int64) * num_heads + head) * mass_columns
+            odd = tl.zeros([128], tl.int32)
             for c in range(0, num_columns, 128):
-                inside = c + wide < num_columns
-                value = tl.load(values + c + wide, mask=c + wide < known, other=0)
-                tl.store(arena + begin + row * num_columns + c + wide, value, mask=inside)
-        indptr = (mass_end + 63) // 64 * 64
+                value = tl.load(sums + c + wide, mask=c + wide < own_columns, other=0.0)
+                odd += (value - value != 0).to(tl.int32)
+                code = tl.sqrt(tl.minimum(value * factor, 1.0)) * 255.0 + 0.5
+                place = arena + begin + row * num_columns + c + wide
+                tl.store(place, code.to(tl.int32).to(tl.uint8), mask=c + wide < num_columns)
+            tl.store(finite + slot + row - first, tl.zeros([], tl.uint8), mask=tl.sum(odd, 0) > 0)
+        lane = tl.arange(0, 64)
         tl.store(arena + begin + mass_end + lane, tl.zeros([64], tl.uint8), mask=mass_end + lane < indptr)
     if TILED:
         row = tl.arange(0, ROWS)
         is_own = (row >= first) & (row < first + num_rows)
         line = tl.load(line_of_slot + slot + row - first, mask=is_own, other=0).to(tl.int64)
         kept = tl.load(counts + line * num_heads + head, mask=is_own, other=0)
+        kept = tl.where(factor > 0, kept, 0)
         before = tl.cumsum(kept, 0) - kept
         num_tiles = tl.sum(kept, 0)
-        indptr = (mass_end + 63) // 64 * 64
-        indices = (indptr + 4 * (CHUNK_ROWS + 1) + 63) // 64 * 64
         tiles = indices + (4 * num_tiles + 63) // 64 * 64
         place = begin + tiles + before.to(tl.int64) * tile_bytes
         tl.store(offsets + line * num_heads + head, tl.where(fits & (kept > 0), place, -1), mask=is_own)
@@ -213,11 +256,10 @@ def _sections_kernel(
             pad = indices // 4 + num_tiles + tl.arange(0, 16)
             tl.store(at + pad, tl.zeros([16], tl.int32), mask=pad < tiles // 4)
             written = indices // 4
-            for own in range(num_rows):
+            for own in range(tl.where(factor > 0, num_rows, 0)):
                 source = tl.load(line_of_slot + slot + own).to(tl.int64) * num_heads + head
                 count = tl.load(counts + source)
                 for c in range(0, count, 128):
-                    inside = c + wide < count
-                    value = tl.load(columns + source * index_columns + c + wide, mask=inside)
-                    tl.store(at + written + c + wide, value, mask=inside)
+                    column = tl.load(columns + source * index_columns + c + wide, mask=c + wide < count)
+                    tl.store(at + written + c + wide, column, mask=c + wide < count)
                 written += count

@@ -100,17 +100,18 @@ class Warmer:
     def _warm_sections(self, rows: BlockRows) -> None:
         """What lays maps out as blobs; rows: one block row."""
         one = MeasuredRows(chunk_index=0, row=0, num_rows=1, slot=0)
-        mass = torch.zeros(1, self.num_heads, 1, dtype=torch.uint8, device=self.kv.device)
-        is_measured = torch.ones(1, dtype=torch.uint8, device=self.kv.device)
-        is_wanted = torch.ones(self.num_heads, dtype=torch.bool, device=self.kv.device)
+        mass = torch.zeros(1, self.num_heads, 1, device=self.kv.device)
+        finite = torch.ones(1, dtype=torch.uint8, device=self.kv.device)
+        factors = torch.ones(self.num_heads, device=self.kv.device)
         ends = torch.zeros(1, self.num_heads, dtype=torch.int64, device=self.kv.device)
         arena = torch.empty(self.num_heads * 4096, dtype=torch.uint8, device=self.kv.device)
         for tiled in (False, True):
             chunk_rows = self.chunk_tokens // self.block
-            table = SectionTable.build([one], rows.lines[:, 6], chunk_rows=chunk_rows, tiled=tiled)
+            sizes = {"num_heads": self.num_heads, "chunk_rows": chunk_rows}
+            table = SectionTable.build([one], rows.lines[:, 6], **sizes, tiled=tiled)
             index = select_static(rows, self.num_heads, sink_blocks=0, local_blocks=0) if tiled else None
-            sizes: dict[str, Any] = {"tile_bytes": 64 * tiled, "ends": ends, "arena": arena}
-            lay_out_sections(table, mass, is_measured, index, is_wanted, **sizes)
+            places: dict[str, Any] = {"finite": finite, "ends": ends, "arena": arena}
+            lay_out_sections(table, mass, factors, index, tile_bytes=64 * tiled, **places)
         section_checksums(arena, ends)
 
     def _lengths(self) -> list[int]:

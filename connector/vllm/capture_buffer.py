@@ -1,7 +1,7 @@
-"""GPU memory that a step's captures lie in until the publisher's thread has copied them to the host.
+"""GPU memory that a step's captures lie in until the publisher's threads have copied them to the host.
 
-A fixed amount, taken at the start. The engine's thread takes room; the publisher's thread copies, on a stream of its
-own, and waits for its copies. Room goes back when nobody refers to it any more, so what is under way is never
+A fixed amount, taken at the start. The engine's thread takes room; the publisher's threads copy, on streams of the
+buffer's own, and wait for their copies. Room goes back when nobody refers to it any more, so what is under way is never
 overwritten. Without a GPU the same code copies at once.
 """
 
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from mapflow.kernels.blob_layout import align
 
 ALIGNMENT = 256  # bytes; where rooms and the sections in them begin
 
@@ -33,7 +35,7 @@ class Room:
 
 
 class CaptureBuffer:
-    """See the module. `take` and `ready` are the engine thread's, all copies the publisher thread's."""
+    """See the module. `take` and `ready` are the engine thread's, all else is the publisher threads'."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Take `num_bytes` of the device's memory.
@@ -44,7 +46,9 @@ class CaptureBuffer:
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._rooms: dict[int, int] = {}  # begin -> end
         self._ends: deque[tuple[int, int]] = deque()  # begin and new end of rooms that became smaller, on any thread
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # looks at what was measured
+        self._out = torch.cuda.Stream(device) if is_cuda else None  # copies it to the daemon's memory
 
     @property
     def num_bytes(self) -> int:
@@ -68,11 +72,12 @@ class CaptureBuffer:
             self._rooms[begin] = end
             if end == begin:
                 del self._rooms[begin]
+        least, most = (align(max(size, 1), ALIGNMENT) for size in (least, most))
         best: tuple[int, int] | None = None
         start = 0
         for begin, end in (*sorted(self._rooms.items()), (self.num_bytes, self.num_bytes)):
             size = min(begin - start, most) // ALIGNMENT * ALIGNMENT
-            if size >= max(least, ALIGNMENT) and (best is None or size > best[1] - best[0]):
+            if size >= least and (best is None or size > best[1] - best[0]):
                 best = (start, start + size)
             if size >= most:
                 break
@@ -102,20 +107,25 @@ class CaptureBuffer:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def use_stream(self) -> None:
-        """From here on this thread's copies run on the buffer's own stream."""
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
-
     @contextlib.contextmanager
-    def copying(self, ready: Any) -> Iterator[None]:
-        """What is launched inside runs on the buffer's own stream, after the event `ready`."""
+    def looking(self, ready: Any) -> Iterator[None]:
+        """What is launched inside runs on a stream of the buffer's own, after the event `ready`."""
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             yield
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Begin to copy what has been looked at, u8 [bytes], into page-locked memory; on any thread."""
+        with torch.cuda.stream(self._out):
+            target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Until all copies that were begun are made; without the GIL."""
+        if self._out is not None:
+            self._out.synchronize()
 
 
 def is_done(ready: Any) -> bool:

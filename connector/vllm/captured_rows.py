@@ -1,7 +1,7 @@
 """Block rows measured on a GPU, on their way to a map: where they lie on the device, and what becomes of them.
 
 A step at a layer leaves one `Piece`: what it measured of each chunk, laid out as the head sections of that chunk's
-blob, in a room of the capture buffer. The publisher's thread fetches where they end and their checksums. A chunk that
+blob, in a room of the capture buffer. The publisher's thread learns where they end and their checksums. A chunk that
 was measured whole stays where it is until it is copied, once, into the daemon's memory; of one that was measured in
 several steps the parts come to the host and are joined there.
 """
@@ -100,6 +100,7 @@ class DeviceBlob:
     checksums: npt.NDArray[np.uint64]
     sections: torch.Tensor
     room: Room
+    buffer: CaptureBuffer
 
     @property
     def num_bytes(self) -> int:
@@ -107,15 +108,14 @@ class DeviceBlob:
         return self.header.prologue_bytes + self.sections.shape[0]
 
     def begin(self, buffer: memoryview) -> None:
-        """Start to copy the sections into page-locked memory, on the current stream."""
+        """Start to copy the sections into page-locked memory."""
         buffer[: self.header.prologue_bytes] = bytes(self.header.prologue_bytes)
-        out = torch.from_numpy(np.frombuffer(buffer, dtype=np.uint8)[self.header.prologue_bytes :])
-        out[: self.sections.shape[0]].copy_(self.sections, non_blocking=True)
+        count, begin = self.sections.shape[0], self.header.prologue_bytes
+        self.buffer.copy(self.sections, torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=begin))
 
     def end(self) -> None:
-        """Wait for the current stream."""
-        if self.sections.device.type == "cuda":
-            torch.cuda.current_stream(self.sections.device).synchronize()
+        """Wait for it."""
+        self.buffer.wait()
 
     def write(self, buffer: memoryview, identity: int) -> int:
         """Write what makes the blob valid."""
@@ -145,7 +145,7 @@ class Piece:
         """Learn where the parts lie; returns the bytes of their sections. For the publisher's thread."""
         data, layout = self._buffer.data(self._room), self._layout
         sections = layout.sections(data)
-        with self._buffer.copying(self.ready):
+        with self._buffer.looking(self.ready):
             checksums = section_checksums(sections, layout.ends(data))
             table = data[: layout.num_bytes].cpu()
             finite, ends = layout.finite(table).numpy(), layout.ends(table).numpy()
@@ -164,6 +164,7 @@ class Piece:
                     checksums=sums,
                     sections=sections[begin : int(own_ends[-1])],
                     room=self._room,
+                    buffer=self._buffer,
                 )
                 begin = int(own_ends[-1])
                 part.found = blob if rows.num_rows == layout.chunk_rows else blob.on_host()

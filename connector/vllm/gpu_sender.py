@@ -40,7 +40,7 @@ class GpuSender:
             chunk_tokens=namespace.chunk_tokens,
             block=namespace.block,
             buffer=self._buffer,
-            defer=self._on_stream,
+            defer=self._with_arenas,
             counters=engine.counters,
             hurry=publisher.resume,
             row_stride=config.row_stride,
@@ -56,17 +56,16 @@ class GpuSender:
         sizes = {"block": self._namespace.block, "chunk_tokens": self._namespace.chunk_tokens}
         warmer = Warmer(kv=kv, num_heads=num_heads, max_tokens=max_tokens, **sizes)
         warmer.warm_sender(TILE_DTYPES, row_strides={1, self._row_stride})
-        self._on_stream(lambda: None)
+        self._with_arenas(lambda: None)
 
     def close(self) -> None:
         """Let go of the daemon's memory, when the publisher's thread has ended."""
         self._arenas.close()
 
-    def _on_stream(self, job: Callable[[], None]) -> bool:
-        """As `Publisher.defer`, with what the thread needs to copy to the daemon's memory, then and later."""
+    def _with_arenas(self, job: Callable[[], None]) -> bool:
+        """As `Publisher.defer`; sees to it that the daemon's memory is page-locked."""
 
         def run() -> None:
-            self._buffer.use_stream()
             for boot_id, arena in self._client.mapped_arenas():
                 self._arenas.tensor(boot_id, arena)
             job()

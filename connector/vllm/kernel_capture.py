@@ -30,7 +30,6 @@ from mapflow.connector.vllm.capture_states import CaptureStates
 from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Part
 from mapflow.connector.vllm.piece_store import Defer, PieceStore
 from mapflow.connector.wants import LayerWant
-from mapflow.kernels.attention_map import quantise_mass
 from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.compress import block_masses
 from mapflow.kernels.head_sections import SectionTable, lay_out_sections
@@ -57,8 +56,8 @@ class _Tables:
         """parts: the same ones, in the same order, in every layer of the step; all rows are in one of them."""
         if tiled not in self._sections:
             own = [part.rows for part in parts]
-            slot_of_line = self.rows.lines[:, 6]
-            self._sections[tiled] = SectionTable.build(own, slot_of_line, chunk_rows=chunk_rows, tiled=tiled)
+            sizes = {"num_heads": self.row_lse.shape[0], "chunk_rows": chunk_rows}
+            self._sections[tiled] = SectionTable.build(own, self.rows.lines[:, 6], **sizes, tiled=tiled)
         return self._sections[tiled]
 
     def no_mass(self) -> torch.Tensor:
@@ -99,7 +98,7 @@ class KernelCapture:
         self._buffer, self._pieces = buffer, PieceStore(buffer, defer, counters, hurry)
         self._states = CaptureStates(LayerState)
         self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
-        self._head_masks: dict[tuple[int, ...] | None, torch.Tensor] = {}
+        self._all_factors: dict[tuple[tuple[int, ...] | None, int], torch.Tensor] = {}
 
     def begin_step(self) -> None:
         """The last step's tables are of no use any more."""
@@ -196,7 +195,7 @@ class KernelCapture:
         mass: torch.Tensor,
         tiles: _Tiles | None = None,
     ) -> None:
-        """Put the whole block rows of `spans` where the publisher's thread fetches them. `mass` is spent."""
+        """Put the whole block rows of `spans` where the publisher's thread fetches them."""
         found = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
         parts = [one.part for one in found]
         layout = Layout(
@@ -212,18 +211,15 @@ class KernelCapture:
         blocks = sum(row + 1 for segment in tables.rows.segments for row in segment.block_rows(self._block))
 
         def fill(data: torch.Tensor) -> None:
-            finite, head_mask = layout.finite(data), self._head_mask(want, layout.num_heads)
-            finite.copy_(mass.sum((1, 2)).isfinite())
             index = None if tiles is None else select_by_mass(mass, tables.rows, want.tile_top_p)
-            mean = mass.mul_(head_mask[:, None] * (tables.tasks.row_stride / self._block))
             arena = layout.sections(data)
             offsets = lay_out_sections(
                 table,
-                quantise_mass(mean),
-                finite,
+                mass,
+                self._factors(want, layout.num_heads, tables.tasks.row_stride),
                 index,
-                head_mask > 0,
                 tile_bytes=layout.tile_bytes,
+                finite=layout.finite(data),
                 ends=layout.ends(data),
                 arena=arena,
             )
@@ -240,8 +236,9 @@ class KernelCapture:
                     offsets=offsets,
                 )
 
-        fixed = layout.num_bytes + layout.num_heads * table.fixed_sum
-        self._pieces.put(found, layout, fixed, blocks * num_wanted * layout.tile_bytes, fill)
+        self._pieces.put(
+            found, layout, layout.num_bytes + table.fixed_bytes, blocks * num_wanted * layout.tile_bytes, fill
+        )
 
     def _tables_of(self, segments: Sequence[RowSegment], query: torch.Tensor, kv: PagedKV, row_stride: int) -> _Tables:
         places = ((id(one.block_table), one.row_begin, one.row_end, one.out_begin) for one in segments)
@@ -259,10 +256,11 @@ class KernelCapture:
             )
         return self._tables[key]
 
-    def _head_mask(self, want: LayerWant, num_heads: int) -> torch.Tensor:
-        """float32 [num_heads] on the device, 1 for the heads that somebody wants."""
-        if want.heads not in self._head_masks:
+    def _factors(self, want: LayerWant, num_heads: int, row_stride: int) -> torch.Tensor:
+        """float32 [num_heads] on the device, what makes means of sums; 0 for heads that nobody wants."""
+        key = (want.heads, row_stride)
+        if key not in self._all_factors:
             wanted = range(num_heads) if want.heads is None else want.heads
-            mask = torch.tensor([float(head in wanted) for head in range(num_heads)])
-            self._head_masks[want.heads] = upload(mask, self._buffer.device)
-        return self._head_masks[want.heads]
+            factors = torch.tensor([row_stride / self._block * (head in wanted) for head in range(num_heads)])
+            self._all_factors[key] = upload(factors, self._buffer.device)
+        return self._all_factors[key]

@@ -1,16 +1,20 @@
-"""Publishing off the engine's path: finished maps wait in a bounded queue for a thread that hands them to the daemon.
+"""Publishing off the engine's path: finished maps wait in a bounded queue for threads that hand them to the daemon.
 
-The thread also fetches from a GPU what maps are made of, in the order in which it was handed over. It pauses while a
-step is launched: one interpreter runs both. A full queue, a full arena or a daemon that is away cost maps, never time:
-what cannot be published is dropped and counted.
+The first thread learns from a GPU what maps are made of, in the order in which it was handed over. Two more reserve,
+copy and commit: while one waits for the daemon the other one's maps are copied. They pause while a step is launched,
+and the interpreter, which runs them and the engine, switches between threads after half a millisecond instead of five.
+A full queue, a full arena or a daemon that is away cost maps, never time: what cannot be published is dropped and
+counted.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -25,10 +29,13 @@ from mapflow.connector.vllm.map_identity import map_identity
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0
+_WRITERS = 2
+_WAITING = 4  # batches that no writer has begun; more of them wait in the queue
+_SWITCH_S = 5e-4
 
 
 class Publisher:
-    """One thread, one queue."""
+    """One queue, the thread that empties it, and two that write."""
 
     def __init__(self, client: Client, producer_id: str, counters: Counters, capacity: int) -> None:
         self._client = client
@@ -37,12 +44,15 @@ class Publisher:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
         self._may_run = threading.Event()
         self._may_run.set()
+        self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="mapflow-writer")
+        self._room = threading.BoundedSemaphore(_WRITERS + _WAITING)
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))  # engines wait for the interpreter many times
         self._thread = threading.Thread(target=self._run, name="mapflow-publisher", daemon=True)
         self._thread.start()
 
     def submit(self, maps: Sequence[FinishedMap]) -> None:
         """Hand over one step's maps; never waits."""
-        if not self.defer(partial(self._publish, maps)):
+        if not self.defer(partial(self._hand_over, maps)):
             self._counters.add("publish_dropped", "queue_full", len(maps))
 
     def defer(self, job: Callable[[], None]) -> bool:
@@ -62,13 +72,14 @@ class Publisher:
         self._may_run.set()
 
     def close(self, timeout_s: float) -> None:
-        """Publish what is queued, for at most `timeout_s`, and end the thread."""
+        """Publish what is queued, for at most `timeout_s`, and end the threads."""
         self.resume()
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
             return
         self._thread.join(timeout_s)
+        self._writers.shutdown(wait=not self._thread.is_alive(), cancel_futures=True)
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -81,7 +92,16 @@ class Publisher:
                 self._counters.add("publish_dropped", "internal")
             del job  # with it goes memory on the GPU
 
+        for _ in range(_WRITERS + _WAITING):  # until all is written
+            self._room.acquire()
+
+    def _hand_over(self, maps: Sequence[FinishedMap]) -> None:
+        self._room.acquire()
+        self._writers.submit(self._publish, maps).add_done_callback(lambda done: self._room.release())
+
+    @torch.inference_mode()  # as in a step: what was made there may be written to here
     def _publish(self, maps: Sequence[FinishedMap]) -> None:
+        self._may_run.wait(_LONGEST_PAUSE_S)
         try:
             blobs = [blob for item in maps if (blob := self._blob(item)) is not None]
             report = self._client.publish(Kind.MAP, self._producer_id, blobs)

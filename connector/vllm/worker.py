@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 TIMED_ROWS = 1024
+_MAPS_AT_ONCE = 128  # to be published
 
 
 class MapWorker:
@@ -248,7 +249,7 @@ class MapWorker:
         rows = [row for row in self._rows.values() if row.step.capture]
         if rows:
             self._finished += self._capture.measure(layer, want, rows, query, kv, scale, row_lse)
-            if want.tile_top_p:  # memory on the GPU waits for their being published
+            if want.tile_top_p or len(self._finished) >= _MAPS_AT_ONCE:  # they take time, and memory on a GPU
                 self._publish()
 
     def _publish(self) -> None:

@@ -371,7 +371,7 @@ def test_waits_for_room_while_the_gpu_has_work(device: torch.device, monkeypatch
         return ready[-1]
 
     monkeypatch.setattr(captures.buffer, "ready", record)
-    monkeypatch.setattr(captures.buffer, "copying", lambda ready: contextlib.nullcontext())
+    monkeypatch.setattr(captures.buffer, "looking", lambda ready: contextlib.nullcontext())
     for step in range(2):
         assert captures.step(Rows(0, 128 * step, 128 * step + 128))[0] != []
     captures.fetch()

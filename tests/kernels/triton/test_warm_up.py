@@ -41,16 +41,16 @@ def lay_out(index: BlockIndex, rows: BlockRows, tasks: MassTasks, chunk_rows: in
             place = {"chunk_index": row // chunk_rows, "row": row % chunk_rows}
             parts.append(MeasuredRows(**place, num_rows=1, slot=slot))
             slot += 1
-    mass = torch.zeros(slot, 6, rows.num_columns, dtype=torch.uint8, device=rows.device)
-    known = torch.ones(slot, dtype=torch.uint8, device=rows.device)
+    mass = torch.zeros(slot, 6, rows.num_columns, device=rows.device)
+    finite = torch.ones(slot, dtype=torch.uint8, device=rows.device)
     ends = torch.zeros(slot, 6, dtype=torch.int64, device=rows.device)
     arena = torch.zeros(1 << 20, dtype=torch.uint8, device=rows.device)
-    is_wanted = torch.ones(6, dtype=torch.bool, device=rows.device)
+    factors = torch.ones(6, device=rows.device)
     for tiled in (False, True):
-        table = SectionTable.build(parts, rows.lines[:, 6], chunk_rows=chunk_rows, tiled=tiled)
-        tile_bytes = rows.block**2 if tiled else 0
-        found = index if tiled else None
-        lay_out_sections(table, mass, known, found, is_wanted, tile_bytes=tile_bytes, ends=ends, arena=arena)
+        sizes: dict[str, Any] = {"num_heads": 6, "chunk_rows": chunk_rows, "tiled": tiled}
+        table = SectionTable.build(parts, rows.lines[:, 6], **sizes)
+        sizes = {"tile_bytes": rows.block**2 if tiled else 0, "finite": finite, "ends": ends, "arena": arena}
+        lay_out_sections(table, mass, factors, index if tiled else None, **sizes)
         section_checksums(arena, ends)
 
 
