@@ -6,7 +6,7 @@ then its queries are kept, at most `block - 1` rows a layer. Nothing here change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -90,6 +90,10 @@ class StepCapture(Protocol):
         """A step begins; what was made for the last one's batch is of no use any more."""
         ...
 
+    def end_step(self) -> Callable[[], bool] | None:
+        """A step was launched; returns what tells whether it is done, None if it is."""
+        ...
+
     def end(self, request_id: str) -> None:
         """A request ended: keep what the next turn can go on from, drop the rest."""
         ...
@@ -150,6 +154,9 @@ class Capture:
 
     def begin_step(self) -> None:
         """Nothing is kept for a step."""
+
+    def end_step(self) -> None:
+        """It is done."""
 
     def end(self, request_id: str) -> None:
         """As `StepCapture.end`."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from mapflow.connector.counters import Counters
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.capture import FinishedMap
-from mapflow.connector.vllm.capture_buffer import CaptureBuffer
+from mapflow.connector.vllm.capture_buffer import CaptureBuffer, is_done
 from mapflow.connector.vllm.capture_spans import LayerState, Span, keep_rows, next_span, parts_of, whole_rows
 from mapflow.connector.vllm.capture_states import CaptureStates
 from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Part
@@ -103,6 +104,10 @@ class KernelCapture:
     def begin_step(self) -> None:
         """The last step's tables are of no use any more."""
         self._tables.clear()
+
+    def end_step(self) -> Callable[[], bool]:
+        """As `capture.StepCapture.end_step`."""
+        return partial(is_done, self._buffer.ready())
 
     def end(self, request_id: str) -> None:
         """As `capture.StepCapture.end`."""

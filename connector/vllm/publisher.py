@@ -2,7 +2,9 @@
 
 The first thread learns from a GPU what maps are made of, in the order in which it was handed over. Two more reserve,
 copy and commit: while one waits for the daemon the other one's maps are copied. They pause while a step is launched,
-and the interpreter, which runs them and the engine, switches between threads after half a millisecond instead of five.
+and again when a prefill is done and the engine takes its outcome; and the interpreter, which runs them and the engine,
+switches between threads after half a millisecond instead of five.
+
 A full queue, a full arena or a daemon that is away cost maps, never time: what cannot be published is dropped and
 counted.
 """
@@ -13,6 +15,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +26,7 @@ from mapflow.connector.client import Client
 from mapflow.connector.counters import Counters
 from mapflow.connector.messages import Kind, PendingBlob
 from mapflow.connector.reasons import Unavailable
-from mapflow.connector.vllm.capture import FinishedMap, HostBlob
+from mapflow.connector.vllm.capture import BlobSource, FinishedMap, HostBlob
 from mapflow.connector.vllm.map_identity import map_identity
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ _LONGEST_PAUSE_S = 1.0
 _WRITERS = 2
 _WAITING = 4  # batches that no writer has begun; more of them wait in the queue
 _SWITCH_S = 5e-4
+_QUIET_S = 1e-2
 
 
 class Publisher:
@@ -44,6 +48,8 @@ class Publisher:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
         self._may_run = threading.Event()
         self._may_run.set()
+        self._is_done: Callable[[], bool] | None = None
+        self._quiet_until = 0.0
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="mapflow-writer")
         self._room = threading.BoundedSemaphore(_WRITERS + _WAITING)
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))  # engines wait for the interpreter many times
@@ -67,9 +73,20 @@ class Publisher:
         """Begin no job until `resume`, or for a second: the engine's thread needs Python for itself."""
         self._may_run.clear()
 
-    def resume(self) -> None:
-        """Go on."""
+    def resume(self, is_done: Callable[[], bool] | None = None) -> None:
+        """Go on, but not in the moment when `is_done` becomes true."""
+        self._is_done = is_done or self._is_done
         self._may_run.set()
+
+    def _wait(self) -> None:
+        """Until this thread may run."""
+        self._may_run.wait(_LONGEST_PAUSE_S)
+        is_done = self._is_done
+        if is_done is not None and is_done():
+            self._is_done, self._quiet_until = None, time.monotonic() + _QUIET_S
+        rest = self._quiet_until - time.monotonic()
+        if rest > 0:
+            time.sleep(rest)
 
     def close(self, timeout_s: float) -> None:
         """Publish what is queued, for at most `timeout_s`, and end the threads."""
@@ -83,7 +100,7 @@ class Publisher:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._may_run.wait(_LONGEST_PAUSE_S)
+            self._wait()
             try:
                 with torch.inference_mode():  # as in a step: what was made there may be written to here
                     job()
@@ -101,7 +118,7 @@ class Publisher:
 
     @torch.inference_mode()  # as in a step: what was made there may be written to here
     def _publish(self, maps: Sequence[FinishedMap]) -> None:
-        self._may_run.wait(_LONGEST_PAUSE_S)
+        self._wait()
         try:
             blobs = [blob for item in maps if (blob := self._blob(item)) is not None]
             report = self._client.publish(Kind.MAP, self._producer_id, blobs)
@@ -115,6 +132,10 @@ class Publisher:
             self._counters.add("published", "existed", report.existed)
             self._counters.add("publish_dropped", "no_room", report.no_room)
 
+    def _begin(self, source: BlobSource, buffer: memoryview) -> None:
+        self._wait()
+        source.begin(buffer)
+
     def _blob(self, item: FinishedMap) -> PendingBlob | None:
         """What to publish; None, and counted, where nothing of it could be measured."""
         source = item.map if isinstance(item.map, HostBlob) else item.map.source()
@@ -126,7 +147,7 @@ class Publisher:
             parent_key=item.chunk.parent_key,
             layer=item.layer,
             num_bytes=source.num_bytes,
-            begin=source.begin,
+            begin=partial(self._begin, source),
             end=source.end,
             write=partial(source.write, identity=map_identity(item.chunk.key, self._producer_id, item.layer)),
         )

@@ -85,14 +85,14 @@ class MapWorker:
                 self._capture.end(request_id)
             if self._captures:
                 self._step_wants = self._wants()
-                if self._publisher is not None:
-                    self._publisher.pause()
+        if self._publisher is not None:
+            self._publisher.pause()
 
     def end_step(self) -> dict[str, ReuseReport]:
         """Publish what the step finished; what was reused, by request."""
         self._publish()
         if self._publisher is not None:
-            self._publisher.resume()
+            self._publisher.resume(self._capture.end_step() if self._capture and self._captures else None)
         self._reuse.end()
         for entry in self._reuse.entries:
             if entry.report.modes:

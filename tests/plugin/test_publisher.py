@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -96,6 +97,20 @@ def test_a_paused_thread_begins_no_job() -> None:
     assert done.wait(10.0)
     publisher.pause()
     publisher.close(10.0)
+
+
+def test_threads_are_quiet_while_the_engine_takes_an_outcome() -> None:
+    publisher = Publisher(_Client(), "p", Counters(), capacity=8)  # type: ignore[arg-type]
+    done, times = threading.Event(), list[float]()
+    publisher.pause()
+    publisher.resume(done.is_set)
+    for _ in range(3):
+        assert publisher.defer(lambda: times.append(time.monotonic()))
+        while not publisher._queue.empty():
+            time.sleep(1e-3)
+        done.set()
+    publisher.close(10.0)
+    assert times[1] - times[0] >= 0.01, "after the outcome"
 
 
 def test_no_pause_lasts_for_ever() -> None:
