@@ -116,9 +116,9 @@ def main() -> None:
     """Parse, set up, measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sender", choices=SHAPES, default="qwen3-8b")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 16384])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 8192, 16384])
     parser.add_argument("--top-p", type=float, default=0.05, help="of the tiles that are kept")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--arena", default="56GiB", help="of the daemon; tiles of 16k tokens take 8 GB a prompt")
     add_options(parser)
     arguments = parser.parse_args()

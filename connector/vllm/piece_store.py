@@ -27,7 +27,7 @@ Defer = Callable[[Callable[[], None]], bool]
 
 _POLL_S = 2e-4
 _TILE_SHARE = 4  # one layer's tiles of a step take at most this part of the buffer
-_SMALL_SHARE = 32  # and that much even if tiles were few lately: of short prompts more blocks are worth one
+_SMALL_SHARE = 64  # and that much even if tiles were few lately: of short prompts more blocks are worth one
 _MARGIN = 1.25  # of room over what tiles took lately
 _DECAY = 0.95  # a piece
 _NO_LIMIT = 2**31

@@ -85,8 +85,8 @@ class MapWorker:
                 self._capture.end(request_id)
             if self._captures:
                 self._step_wants = self._wants()
-        if self._publisher is not None:
-            self._publisher.pause()
+                if self._publisher is not None:
+                    self._publisher.pause()
 
     def end_step(self) -> dict[str, ReuseReport]:
         """Publish what the step finished; what was reused, by request."""
