@@ -49,7 +49,7 @@ class Publisher:
         self._may_run = threading.Event()
         self._may_run.set()
         self._is_done: Callable[[], bool] | None = None
-        self._quiet_until = 0.0
+        self._paused_until = self._quiet_until = 0.0
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="mapflow-writer")
         self._room = threading.BoundedSemaphore(_WRITERS + _WAITING)
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))  # engines wait for the interpreter many times
@@ -70,7 +70,8 @@ class Publisher:
         return True
 
     def pause(self) -> None:
-        """Begin no job until `resume`, or for a second: the engine's thread needs Python for itself."""
+        """Begin nothing until `resume`, or for a second: the engine's thread needs Python for itself."""
+        self._paused_until = time.monotonic() + _LONGEST_PAUSE_S
         self._may_run.clear()
 
     def resume(self, is_done: Callable[[], bool] | None = None) -> None:
@@ -80,7 +81,7 @@ class Publisher:
 
     def _wait(self) -> None:
         """Until this thread may run."""
-        self._may_run.wait(_LONGEST_PAUSE_S)
+        self._may_run.wait(max(0.0, self._paused_until - time.monotonic()))
         is_done = self._is_done
         if is_done is not None and is_done():
             self._is_done, self._quiet_until = None, time.monotonic() + _QUIET_S
@@ -100,15 +101,14 @@ class Publisher:
 
     def _run(self) -> None:
         while (job := self._queue.get()) is not None:
-            self._wait()
             try:
+                self._wait()
                 with torch.inference_mode():  # as in a step: what was made there may be written to here
                     job()
             except Exception:
                 logger.exception("mapflow: maps on their way to being published are lost")
                 self._counters.add("publish_dropped", "internal")
             del job  # with it goes memory on the GPU
-
         for _ in range(_WRITERS + _WAITING):  # until all is written
             self._room.acquire()
 
@@ -118,8 +118,8 @@ class Publisher:
 
     @torch.inference_mode()  # as in a step: what was made there may be written to here
     def _publish(self, maps: Sequence[FinishedMap]) -> None:
-        self._wait()
         try:
+            self._wait()
             blobs = [blob for item in maps if (blob := self._blob(item)) is not None]
             report = self._client.publish(Kind.MAP, self._producer_id, blobs)
         except Unavailable as error:
