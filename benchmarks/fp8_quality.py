@@ -30,10 +30,10 @@ import torch
 from mapflow.calibration.attention import AttentionCall, ObservedModel
 from mapflow.calibration.calibrate import calibrate
 from mapflow.calibration.config import CalibrationConfig
-from mapflow.calibration.evaluate import static_plan
 from mapflow.calibration.models import load_model, read_facts
 from mapflow.calibration.quality import compare
 from mapflow.calibration.reuse import LayerRecord, Recorder, ReuseAttention
+from mapflow.calibration.reuse_runs import static_plan
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan, load_plan
 

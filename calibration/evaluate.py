@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
+import torch
 from rich.console import Console
-from rich.table import Table
 
+from mapflow.calibration.answers import Answers, judge_answers
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.calibrate import check_tokenizers
 from mapflow.calibration.config import DTYPES, CalibrationError
 from mapflow.calibration.models import ModelFacts, load_model, read_facts
 from mapflow.calibration.quality import Quality, compare, mean
-from mapflow.calibration.reuse import Recorder, ReuseAttention
+from mapflow.calibration.quality_table import answers_table, quality_table
+from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample
+from mapflow.calibration.reuse_runs import ReuseRuns, has_oracle
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan, PlanError, load_plan, with_top_p
-from mapflow.kernels.mask import mask_density, static_mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class EvaluationConfig:
         max_documents: documents used at most.
         prefix_rows: last reused rows whose next-token distributions count.
         suffix_tokens: least number of tokens that follow the reused rows and attend fully.
+        samples_per_task: samples of each retrieval task, at depths from the prefix's beginning to its end.
         device: torch device that runs both models.
         dtype: dtype of both models' weights.
     """
@@ -53,6 +55,7 @@ class EvaluationConfig:
     max_documents: int = 16
     prefix_rows: int = 1024
     suffix_tokens: int = 64
+    samples_per_task: int = 0
     device: str = "cpu"
     dtype: str = "float32"
 
@@ -65,18 +68,24 @@ class EvaluationConfig:
         for name in ("max_tokens", "max_documents", "prefix_rows", "suffix_tokens"):
             if getattr(self, name) < 1:
                 raise CalibrationError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.samples_per_task < 0:
+            raise CalibrationError(f"samples_per_task must be at least 0, got {self.samples_per_task}")
         if self.dtype not in DTYPES:
             raise CalibrationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One plan's quality and that of its baselines; `oracle` is None for a plan without guide layers."""
+    """One plan's quality and that of its baselines; `oracle` is None for a plan without guide layers.
+
+    answers: to retrieval tasks, where those were asked for.
+    """
 
     plan: Plan
     reused: Quality
     oracle: Quality | None
     static: Quality
+    answers: Mapping[Task, Answers]
 
 
 def evaluate(
@@ -87,7 +96,7 @@ def evaluate(
     Args:
         config: models and texts.
         plans: the plans; one result each, in order.
-        progress: called with documents done and documents in all.
+        progress: called with texts done and texts in all, documents and samples of retrieval tasks.
 
     Raises:
         CalibrationError: plans, models or texts that do not go together.
@@ -95,19 +104,28 @@ def evaluate(
     sender, receiver = read_facts(config.sender), read_facts(config.receiver)
     _check_plans(plans, check_tokenizers(config.sender, config.receiver), sender, receiver)
     documents = _documents(config, plans[0].chunk_tokens)
-    models = [
-        ObservedModel(load_model(facts, device=config.device, dtype=config.dtype)) for facts in (sender, receiver)
-    ]
+    samples = _samples(config, documents, plans[0].chunk_tokens)
+    models = (
+        ObservedModel(load_model(sender, device=config.device, dtype=config.dtype)),
+        ObservedModel(load_model(receiver, device=config.device, dtype=config.dtype)),
+    )
     rows: list[list[tuple[Quality, Quality | None, Quality]]] = []
     for number, (ids, num_rows) in enumerate(documents):
         rows.append(_judge_document(config, plans, models[0], models[1], ids, num_rows))
         if progress is not None:
-            progress(number + 1, len(documents))
+            progress(number + 1, len(documents) + len(samples))
+
+    def show(done: int, total: int) -> None:
+        if progress is not None:
+            progress(len(documents) + done, len(documents) + total)
+
+    answers = judge_answers(plans, *models, samples, show)
     judged = []
-    for plan, results in zip(plans, zip(*rows)):
+    for plan, of_plan, results in zip(plans, answers, zip(*rows)):
         reused, oracle, static = zip(*results)
         own = [quality for quality in oracle if quality is not None]
-        judged.append(Judged(plan=plan, reused=mean(reused), oracle=mean(own) if own else None, static=mean(static)))
+        oracles = mean(own) if own else None
+        judged.append(Judged(plan=plan, reused=mean(reused), oracle=oracles, static=mean(static), answers=of_plan))
     return judged
 
 
@@ -146,6 +164,27 @@ def _documents(config: EvaluationConfig, chunk_tokens: int) -> list[tuple[list[i
     return usable
 
 
+def _samples(config: EvaluationConfig, documents: Sequence[tuple[list[int], int]], chunk_tokens: int) -> list[Sample]:
+    """Retrieval tasks hidden in the documents, of as many whole chunks as the shortest of these has."""
+    if config.samples_per_task == 0:
+        return []
+    tokenizer = load_tokenizer(config.receiver)
+    num_rows = min(rows for _, rows in documents)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    samples = []
+    for task in Task:
+        for number in range(config.samples_per_task):
+            filler, depth = documents[number % len(documents)][0], (number + 0.5) / config.samples_per_task
+            try:
+                samples.append(make_sample(make_question(task, number), filler, encode, num_rows=num_rows, depth=depth))
+            except ValueError as error:
+                raise CalibrationError(f"{config.texts} has too short a text for retrieval tasks: {error}") from error
+    return samples
+
+
 def _judge_document(
     config: EvaluationConfig,
     plans: Sequence[Plan],
@@ -155,85 +194,19 @@ def _judge_document(
     num_rows: int,
 ) -> list[tuple[Quality, Quality | None, Quality]]:
     """Plan, oracle and static on one document, for every plan."""
-    block = plans[0].block
-    wanted = frozenset(layer for plan in plans for layer in plan.map_layers)
-    theirs = Recorder(wanted, num_rows=num_rows, block=block)
-    sender.run(ids, theirs)
-    guided = frozenset(n for plan in plans for n, layer in enumerate(plan.layers) if layer.mode is Mode.GUIDE)
-    own = Recorder(guided, num_rows=num_rows, block=block)
     start = max(0, num_rows - config.prefix_rows)
-    exact = receiver.run(ids, own, logits_from=start)
+    runs = ReuseRuns(plans, sender, receiver, ids, num_rows=num_rows, logits_from=start)
 
-    def judge(plan: Plan, *, oracle: bool = False) -> Quality:
-        reuse = ReuseAttention(plan, theirs.records, num_rows=num_rows, own=own.records if oracle else None)
-        logits = receiver.run(ids, reuse, logits_from=start)
-        density = sum(reuse.densities) / len(reuse.densities) if reuse.densities else 1.0
-        return compare(exact, logits, num_rows - start, density)
+    def judge(run: tuple[torch.Tensor, float]) -> Quality:
+        logits, density = run
+        return compare(runs.exact, logits, num_rows - start, density)
 
     results: list[tuple[Quality, Quality | None, Quality]] = []
     for plan in plans:
-        reused = judge(plan)
-        oracle = judge(plan, oracle=True) if any(layer.mode is Mode.GUIDE for layer in plan.layers) else None
-        static = judge(static_plan(plan, num_rows // block, reused.density))
-        results.append((reused, oracle, static))
+        reused = judge(runs.reused(plan))
+        oracle = judge(runs.reused(plan, oracle=True)) if has_oracle(plan) else None
+        results.append((reused, oracle, judge(runs.static(plan, reused.density))))
     return results
-
-
-def static_plan(plan: Plan, num_blocks: int, density: float) -> Plan:
-    """The plan with a static mask in each reusing layer: the smallest window of at least the given density."""
-    local = 1
-    while local < num_blocks and _static_density(num_blocks, local) < density:
-        local += 1
-    static = LayerPlan(mode=Mode.STATIC, sink_blocks=1, local_blocks=local)
-    return replace(plan, layers=tuple(static if layer.needs_map else layer for layer in plan.layers))
-
-
-def _static_density(num_blocks: int, local_blocks: int) -> float:
-    mask = static_mask(
-        num_heads=1, first_block_row=0, num_block_rows=num_blocks, sink_blocks=1, local_blocks=local_blocks
-    )
-    return mask_density(mask, first_block_row=0)
-
-
-def quality_table(judged: Sequence[Judged]) -> Table:
-    """Every plan and its baselines, one row each."""
-    table = Table(
-        title="KL(exact || reused) in nats, top-1 agreement with the exact receiver",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in (
-        "\nplan",
-        "from\nlayer",
-        "\ntop-p",
-        "\nmethod",
-        "\ndensity",
-        "\nKL",
-        "\ntop-1",
-        "suffix\nKL",
-        "suffix\ntop-1",
-    ):
-        left = name in ("\nplan", "\nmethod")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for one in judged:
-        reusing = [(number, layer) for number, layer in enumerate(one.plan.layers) if layer.needs_map]
-        first, top_p = (str(reusing[0][0]), f"{reusing[0][1].top_p:g}") if reusing else ("-", "-")
-        for kind, quality in (("plan", one.reused), ("oracle", one.oracle), ("static", one.static)):
-            if quality is not None:
-                name = reusing[0][1].mode.value if kind == "plan" and reusing else kind
-                table.add_row(one.plan.name, first, top_p, name, *_numbers(quality))
-    return table
-
-
-def _numbers(quality: Quality) -> tuple[str, str, str, str, str]:
-    return (
-        f"{quality.density:.3f}",
-        f"{quality.prefix_kl:.4f}",
-        f"{quality.prefix_top1:.3f}",
-        f"{quality.suffix_kl:.4f}",
-        f"{quality.suffix_top1:.3f}",
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -247,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--max-documents", type=int, default=16)
     parser.add_argument("--suffix-tokens", type=int, default=64)
+    parser.add_argument("--retrieval", type=int, default=0, metavar="N", help="samples of each retrieval task")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args(arguments)
@@ -259,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             max_tokens=options.max_tokens,
             max_documents=options.max_documents,
             suffix_tokens=options.suffix_tokens,
+            samples_per_task=options.retrieval,
             device=options.device,
             dtype=options.dtype,
         )
@@ -266,11 +241,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plans = [with_top_p(plan, top_p) for plan in plans for top_p in options.top_p] or plans
         plans = [from_layer(plan, first) for plan in plans for first in options.first_layer] or plans
         with console.status("loading models") as status:
-            judged = evaluate(config, plans, lambda done, total: status.update(f"document {done} of {total}"))
+            judged = evaluate(config, plans, lambda done, total: status.update(f"text {done} of {total}"))
     except (CalibrationError, PlanError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     console.print(quality_table(judged))
+    if config.samples_per_task:
+        console.print(answers_table(judged))
     return 0
 
 

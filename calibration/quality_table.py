@@ -1,0 +1,69 @@
+"""What `evaluate` found, as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from mapflow.calibration.quality import Quality
+
+if TYPE_CHECKING:
+    from mapflow.calibration.evaluate import Judged
+
+
+def quality_table(judged: Sequence[Judged]) -> Table:
+    """Every plan and its baselines, one row each."""
+    table = Table(
+        title="KL(exact || reused) in nats, top-1 agreement with the exact receiver",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in (
+        "\nplan",
+        "from\nlayer",
+        "\ntop-p",
+        "\nmethod",
+        "\ndensity",
+        "\nKL",
+        "\ntop-1",
+        "suffix\nKL",
+        "suffix\ntop-1",
+    ):
+        left = name in ("\nplan", "\nmethod")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for one in judged:
+        reusing = [(number, layer) for number, layer in enumerate(one.plan.layers) if layer.needs_map]
+        first, top_p = (str(reusing[0][0]), f"{reusing[0][1].top_p:g}") if reusing else ("-", "-")
+        for kind, quality in (("plan", one.reused), ("oracle", one.oracle), ("static", one.static)):
+            if quality is not None:
+                name = reusing[0][1].mode.value if kind == "plan" and reusing else kind
+                table.add_row(one.plan.name, first, top_p, name, *_numbers(quality))
+    return table
+
+
+def _numbers(quality: Quality) -> tuple[str, str, str, str, str]:
+    return (
+        f"{quality.density:.3f}",
+        f"{quality.prefix_kl:.4f}",
+        f"{quality.prefix_top1:.3f}",
+        f"{quality.suffix_kl:.4f}",
+        f"{quality.suffix_top1:.3f}",
+    )
+
+
+def answers_table(judged: Sequence[Judged]) -> Table:
+    """Share of right answers, one row for each plan and task."""
+    table = Table(title="right answers to retrieval tasks", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("plan", "task", "samples", "full", "plan", "oracle", "static"):
+        table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
+    table.columns[0].justify = "left"
+    for one in judged:
+        for task, answers in one.answers.items():
+            shares = (answers.exact, answers.reused, answers.oracle, answers.static)
+            cells = ("" if share is None else f"{share:.0%}" for share in shares)
+            table.add_row(one.plan.name, task, str(answers.num_samples), *cells)
+    return table
