@@ -3,32 +3,26 @@
 Both models run in this process under transformers, and reuse is simulated (`reuse.py`), so that a plan can be judged
 before anything serves it. Each plan is held against two baselines at its own settings: `oracle`, the receiver's own
 masses in place of the sender's, and `static`, sink and local window of at least the plan's density.
-
-    python -m mapflow.calibration.evaluate --sender DIR --receiver DIR --texts FILE PLAN...
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from mapflow.calibration.answers import Answers, judge_answers
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.calibrate import check_tokenizers
 from mapflow.calibration.config import DTYPES, CalibrationError
 from mapflow.calibration.models import ModelFacts, load_model, read_facts
-from mapflow.calibration.quality import Quality, compare, mean
-from mapflow.calibration.quality_table import answers_table, quality_table
+from mapflow.calibration.quality import Estimate, Quality, compare, estimate
 from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample
 from mapflow.calibration.reuse_runs import ReuseRuns, has_oracle
 from mapflow.calibration.texts import load_tokenizer, read_documents
-from mapflow.connector.plan import LayerPlan, Mode, Plan, PlanError, load_plan, with_top_p
+from mapflow.connector.plan import LayerPlan, Mode, Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +76,9 @@ class Judged:
     """
 
     plan: Plan
-    reused: Quality
-    oracle: Quality | None
-    static: Quality
+    reused: Estimate
+    oracle: Estimate | None
+    static: Estimate
     answers: Mapping[Task, Answers]
 
 
@@ -124,8 +118,15 @@ def evaluate(
     for plan, of_plan, results in zip(plans, answers, zip(*rows)):
         reused, oracle, static = zip(*results)
         own = [quality for quality in oracle if quality is not None]
-        oracles = mean(own) if own else None
-        judged.append(Judged(plan=plan, reused=mean(reused), oracle=oracles, static=mean(static), answers=of_plan))
+        judged.append(
+            Judged(
+                plan=plan,
+                reused=estimate(reused),
+                oracle=estimate(own) if own else None,
+                static=estimate(static),
+                answers=of_plan,
+            )
+        )
     return judged
 
 
@@ -207,49 +208,3 @@ def _judge_document(
         oracle = judge(runs.reused(plan, oracle=True)) if has_oracle(plan) else None
         results.append((reused, oracle, judge(runs.static(plan, reused.density))))
     return results
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge plan files, each at several probability masses and first layers; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m mapflow.calibration.evaluate", description=__doc__.split("\n")[0])
-    parser.add_argument("plans", nargs="+", type=Path, metavar="PLAN")
-    for name in ("--sender", "--receiver", "--texts"):
-        parser.add_argument(name, type=Path, required=True)
-    parser.add_argument("--top-p", nargs="*", type=float, default=[], help="in place of the plan's own")
-    parser.add_argument("--first-layer", nargs="*", type=int, default=[], help="layers below it compute")
-    parser.add_argument("--max-tokens", type=int, default=2048)
-    parser.add_argument("--max-documents", type=int, default=16)
-    parser.add_argument("--suffix-tokens", type=int, default=64)
-    parser.add_argument("--retrieval", type=int, default=0, metavar="N", help="samples of each retrieval task")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    options = parser.parse_args(arguments)
-    console = Console()
-    try:
-        config = EvaluationConfig(
-            sender=options.sender,
-            receiver=options.receiver,
-            texts=options.texts,
-            max_tokens=options.max_tokens,
-            max_documents=options.max_documents,
-            suffix_tokens=options.suffix_tokens,
-            samples_per_task=options.retrieval,
-            device=options.device,
-            dtype=options.dtype,
-        )
-        plans = [load_plan(path) for path in options.plans]
-        plans = [with_top_p(plan, top_p) for plan in plans for top_p in options.top_p] or plans
-        plans = [from_layer(plan, first) for plan in plans for first in options.first_layer] or plans
-        with console.status("loading models") as status:
-            judged = evaluate(config, plans, lambda done, total: status.update(f"text {done} of {total}"))
-    except (CalibrationError, PlanError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    console.print(quality_table(judged))
-    if config.samples_per_task:
-        console.print(answers_table(judged))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

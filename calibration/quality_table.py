@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from mapflow.calibration.quality import Quality
+from mapflow.calibration.quality import Estimate
 
 if TYPE_CHECKING:
     from mapflow.calibration.evaluate import Judged
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 def quality_table(judged: Sequence[Judged]) -> Table:
     """Every plan and its baselines, one row each."""
     table = Table(
-        title="KL(exact || reused) in nats, top-1 agreement with the exact receiver",
+        title="KL(exact || reused) in nats ± half of its 95 % interval, top-1 agreement with the exact receiver",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
     for name in (
         "\nplan",
-        "from\nlayer",
-        "\ntop-p",
+        "layer,\ntop-p",
         "\nmethod",
         "\ndensity",
         "\nKL",
@@ -41,14 +40,15 @@ def quality_table(judged: Sequence[Judged]) -> Table:
         for kind, quality in (("plan", one.reused), ("oracle", one.oracle), ("static", one.static)):
             if quality is not None:
                 name = reusing[0][1].mode.value if kind == "plan" and reusing else kind
-                table.add_row(one.plan.name, first, top_p, name, *_numbers(quality))
+                table.add_row(one.plan.name, f"{first}, {top_p}", name, *_numbers(quality))
     return table
 
 
-def _numbers(quality: Quality) -> tuple[str, str, str, str, str]:
+def _numbers(quality: Estimate) -> tuple[str, ...]:
+    half = (quality.high.prefix_kl - quality.low.prefix_kl) / 2
     return (
         f"{quality.density:.3f}",
-        f"{quality.prefix_kl:.4f}",
+        f"{quality.prefix_kl:.4f} ±{half:.4f}".replace("±0.", "±."),
         f"{quality.prefix_top1:.3f}",
         f"{quality.suffix_kl:.4f}",
         f"{quality.suffix_top1:.3f}",

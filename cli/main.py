@@ -154,6 +154,44 @@ def calibrate(
 
 
 @app.command()
+def evaluate(
+    plans: Annotated[list[Path], typer.Argument(metavar="PLAN...", help="Plan files, NAME.safetensors.")],
+    sender: Annotated[Path, typer.Option(help="Directory of the model whose maps are published.")],
+    receiver: Annotated[Path, typer.Option(help="Directory of the model that reuses them.")],
+    texts: Annotated[Path, typer.Option(help="Held-out texts: .jsonl with text or messages, or one .txt.")],
+    top_p: Annotated[list[float] | None, typer.Option(help="In place of the plan's own; may be repeated.")] = None,
+    first_layer: Annotated[list[int] | None, typer.Option(help="Layers below it compute; may be repeated.")] = None,
+    retrieval: Annotated[int, typer.Option(help="Samples of each retrieval task.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens beyond these are cut off each document.")] = 2048,
+    max_documents: Annotated[int, typer.Option(help="Documents used at most.")] = 16,
+    suffix_tokens: Annotated[int, typer.Option(help="Least number of tokens behind the reused ones.")] = 64,
+    device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Judge plans on held-out texts, beside the receiver's own masks and static ones of the same density."""
+    from mapflow.calibration.config import CalibrationError
+    from mapflow.calibration.evaluate import EvaluationConfig
+    from mapflow.cli.evaluate import run_evaluation
+    from mapflow.connector.plan import PlanError
+
+    try:
+        config = EvaluationConfig(
+            sender=sender,
+            receiver=receiver,
+            texts=texts,
+            max_tokens=max_tokens,
+            max_documents=max_documents,
+            suffix_tokens=suffix_tokens,
+            samples_per_task=retrieval,
+            device=device,
+            dtype=dtype,
+        )
+        run_evaluation(config, plans, top_p or (), first_layer or ())
+    except (CalibrationError, PlanError, ValueError) as error:
+        raise fail(error) from None
+
+
+@app.command()
 def inspect(plan: Annotated[Path, typer.Argument(help="Plan file, NAME.safetensors.")]) -> None:
     """Print a plan: which layer reuses what, and how well it fitted."""
     from rich.console import Console

@@ -9,11 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from typer.testing import CliRunner  # noqa: E402
 
 from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
-from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer, main  # noqa: E402
-from mapflow.calibration.quality import compare  # noqa: E402
+from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer  # noqa: E402
+from mapflow.calibration.quality import Quality, compare, estimate  # noqa: E402
+from mapflow.cli.main import app  # noqa: E402
 from mapflow.connector.plan import Mode, Plan, with_top_p  # noqa: E402
 
 
@@ -83,6 +85,23 @@ def test_compare_against_a_loop_over_rows() -> None:
     assert (quality.prefix_top1, quality.suffix_top1) == (sum(same[:4]) / 4, pytest.approx(sum(same[4:]) / 3))
 
 
+def test_an_average_says_how_far_it_may_be_off() -> None:
+    """About as the normal approximation does, where that holds; a point for one document."""
+    generator = torch.Generator().manual_seed(2)
+    draws = torch.rand(200, generator=generator).tolist()
+    qualities = [Quality(prefix_kl=x, prefix_top1=1 - x, suffix_kl=2 * x, suffix_top1=0.5, density=0.1) for x in draws]
+    found = estimate(qualities)
+    average, error = sum(draws) / 200, 1.96 * float(torch.tensor(draws).std()) / 200**0.5
+    assert found.prefix_kl == pytest.approx(average) and found.num_documents == 200
+    assert found.low.prefix_kl == pytest.approx(average - error, abs=0.006)
+    assert found.high.prefix_kl == pytest.approx(average + error, abs=0.006)
+    assert found.high.suffix_kl == pytest.approx(2 * found.high.prefix_kl)
+    assert found.low.prefix_top1 == pytest.approx(1 - found.high.prefix_kl)
+    assert found.low.density == found.high.density == pytest.approx(0.1)
+    alone = estimate(qualities[:1])
+    assert alone.low.prefix_kl == alone.prefix_kl == alone.high.prefix_kl
+
+
 def test_plans_of_other_models_and_short_texts_are_refused(pair, copied_pair, tmp_path: Path, texts_of) -> None:
     plan = plan_of(pair, tmp_path)
     with pytest.raises(CalibrationError, match=r"plan guide was made for sender@.* is sender@"):
@@ -91,14 +110,16 @@ def test_plans_of_other_models_and_short_texts_are_refused(pair, copied_pair, tm
         evaluate(evaluation(pair, texts_of(100, seed=8)), [plan])
 
 
-def test_command_prints_a_row_for_every_setting(
-    pair, tmp_path: Path, texts_of, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_a_row_for_every_setting(pair, tmp_path: Path, texts_of) -> None:
     plan_of(pair, tmp_path, mode=Mode.TRANSLATE, heads_per_head=2)
-    common = ["--sender", str(pair.sender), "--receiver", str(pair.receiver), "--texts", str(texts_of(200, seed=9))]
-    sweep = ["--top-p", "0.5", "0.9", "--first-layer", "1", "2"]
-    assert main([str(tmp_path / "translate.safetensors"), *common, *sweep]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("translate") >= 4 and printed.count("static") == 4
-    assert main([str(tmp_path / "absent.safetensors"), *common]) == 2
-    assert "absent.safetensors does not exist" in capsys.readouterr().err
+    common = ["--sender", str(pair.sender), "--receiver", str(pair.receiver), "--texts", str(texts_of(700, seed=9))]
+    sweep = ["--top-p", "0.5", "--top-p", "0.9", "--first-layer", "1", "--first-layer", "2", "--retrieval", "1"]
+    invoke = CliRunner().invoke
+    done = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, *sweep])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count(" 1, 0.9 ") == done.stdout.count(" 2, 0.5 ") == 2, "the plan and its static baseline"
+    assert done.stdout.count("multi_key") == 4
+    gone = invoke(app, ["evaluate", str(tmp_path / "absent.safetensors"), *common])
+    assert gone.exit_code == 2 and "absent.safetensors does not exist" in gone.stderr
+    short = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, "--dtype", "int8"])
+    assert short.exit_code == 2 and "dtype must be one of" in short.stderr

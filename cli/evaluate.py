@@ -1,0 +1,35 @@
+"""`mapflow evaluate`: shows the run's progress and what it found; the work is calibration's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer
+from mapflow.calibration.quality_table import answers_table, quality_table
+from mapflow.connector.plan import load_plan, with_top_p
+
+
+def run_evaluation(
+    config: EvaluationConfig, files: Sequence[Path], top_ps: Sequence[float], first_layers: Sequence[int]
+) -> None:
+    """Judge plan files, each at several probability masses and first layers if any are given, and print tables.
+
+    Raises:
+        CalibrationError: the plans, the pair or the texts cannot be used.
+        PlanError: a file is no plan.
+    """
+    plans = [load_plan(path) for path in files]
+    plans = [with_top_p(plan, top_p) for plan in plans for top_p in top_ps] or plans
+    plans = [from_layer(plan, first) for plan in plans for first in first_layers] or plans
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("texts", total=None)
+        judged = evaluate(config, plans, lambda done, total: bar.update(task, completed=done, total=total))
+    console = Console()
+    console.print(quality_table(judged))
+    if config.samples_per_task:
+        console.print(answers_table(judged))
