@@ -150,7 +150,7 @@ def variants(
         name = "guide, e4m3 masses" + (f", rows 1/{stride}" if stride > 1 else "")
         yield name, Reuse(plan, records[stride], num_rows=num_rows), False, {"mass_error": error}
     yield "oracle", Reuse(plan, exact, num_rows=num_rows, own=own), False, {}
-    static = static_plan(plan, num_rows // plan.block, statistics.mean(guide.densities))
+    static = static_plan(plan, num_rows // plan.block, statistics.mean(guide.densities.values()))
     yield "static", Reuse(static, {}, num_rows=num_rows), False, {}
     stored = {layer: replace(one, call=TileCall.build(one.call, num_rows)) for layer, one in records[1].items()}
     for count in (len(plan.head_map), BEST_LAYERS):
@@ -174,7 +174,7 @@ def judge_document(
     results: dict[str, dict[str, float]] = {}
     for name, handler, is_reference, figures in variants(plan, theirs.records, own.records, num_rows):
         logits = receiver.run(ids, handler, logits_from=start)
-        quality = compare(full, logits, num_rows - start, statistics.mean(handler.densities))
+        quality = compare(full, logits, num_rows - start, statistics.mean(handler.densities.values()))
         mine = {"prefix_kl": quality.prefix_kl, "suffix_kl": quality.suffix_kl, "density": quality.density} | figures
         if is_reference:
             reference, masks = mine, handler.masks

@@ -10,22 +10,17 @@ import torch
 
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.retrieval import Sample, Task
-from mapflow.calibration.reuse_runs import ReuseRuns, has_oracle
+from mapflow.calibration.reuse_runs import ReuseRuns, Run
 from mapflow.connector.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Share of right answers to one task's samples. oracle: None for a plan without guide layers.
-
-    `exact` is the receiver without reuse; `oracle` and `static` are as in `evaluate.Judged`.
-    """
+    """Share of right answers to one task's samples: without reuse (`full`), and of each run."""
 
     num_samples: int
-    exact: float
-    reused: float
-    oracle: float | None
-    static: float
+    full: float
+    shares: Mapping[Run, float]
 
 
 def judge_answers(
@@ -39,14 +34,30 @@ def judge_answers(
 
     progress: called with samples done and samples in all.
     """
-    right: dict[Task, list[list[tuple[bool, bool, bool | None, bool]]]] = defaultdict(list)
+    full: dict[Task, list[bool]] = defaultdict(list)
+    right: list[dict[Task, dict[Run, list[bool]]]] = [defaultdict(lambda: defaultdict(list)) for _ in plans]
+    other = None
     for number, sample in enumerate(samples):
-        right[sample.task].append(_judge(plans, sender, receiver, sample))
+        before = len(sample.token_ids) - sample.num_answer - 1
+        place = {"num_rows": sample.num_rows, "logits_from": before}
+        runs = ReuseRuns(plans, sender, receiver, sample.token_ids, **place, other=other)
+        other = runs.sent
+        full[sample.task].append(is_right(runs.exact, sample))
+        for plan, of_plan in zip(plans, right):
+            for run, logits, _ in runs.judge(plan):
+                of_plan[sample.task][run].append(is_right(logits, sample))
         if progress is not None:
             progress(number + 1, len(samples))
     return [
-        {task: _shares([sample[place] for sample in of_task]) for task, of_task in right.items()}
-        for place in range(len(plans))
+        {
+            task: Answers(
+                num_samples=len(full[task]),
+                full=sum(full[task]) / len(full[task]),
+                shares={run: sum(found) / len(found) for run, found in by_run.items()},
+            )
+            for task, by_run in of_plan.items()
+        }
+        for of_plan in right
     ]
 
 
@@ -54,29 +65,3 @@ def is_right(logits: torch.Tensor, sample: Sample) -> bool:
     """Whether each token of the answer is the most likely one. logits: of the row before it on, f32 [rows, vocab]."""
     answer = torch.tensor(sample.token_ids[-sample.num_answer :], device=logits.device)
     return bool((logits[:-1].argmax(-1) == answer).all())
-
-
-def _judge(
-    plans: Sequence[Plan], sender: ObservedModel, receiver: ObservedModel, sample: Sample
-) -> list[tuple[bool, bool, bool | None, bool]]:
-    before = len(sample.token_ids) - sample.num_answer - 1
-    runs = ReuseRuns(plans, sender, receiver, sample.token_ids, num_rows=sample.num_rows, logits_from=before)
-    exact, results = is_right(runs.exact, sample), []
-    for plan in plans:
-        logits, density = runs.reused(plan)
-        oracle = is_right(runs.reused(plan, oracle=True)[0], sample) if has_oracle(plan) else None
-        static = is_right(runs.static(plan, density)[0], sample)
-        results.append((exact, is_right(logits, sample), oracle, static))
-    return results
-
-
-def _shares(results: Sequence[tuple[bool, bool, bool | None, bool]]) -> Answers:
-    exact, reused, oracle, static = zip(*results)
-    own = [one for one in oracle if one is not None]
-    return Answers(
-        num_samples=len(results),
-        exact=sum(exact) / len(results),
-        reused=sum(reused) / len(results),
-        oracle=sum(own) / len(own) if own else None,
-        static=sum(static) / len(results),
-    )

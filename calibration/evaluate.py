@@ -1,17 +1,15 @@
 """Offline quality of plans on held-out texts: KL and top-1 agreement of the receiver with and without reuse.
 
 Both models run in this process under transformers, and reuse is simulated (`reuse.py`), so that a plan can be judged
-before anything serves it. Each plan is held against two baselines at its own settings: `oracle`, the receiver's own
-masses in place of the sender's, and `static`, sink and local window of at least the plan's density.
+before anything serves it. Each plan is held against baselines at its own settings (`reuse_runs.Run`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from mapflow.calibration.answers import Answers, judge_answers
 from mapflow.calibration.attention import ObservedModel
@@ -20,7 +18,7 @@ from mapflow.calibration.config import DTYPES, CalibrationError
 from mapflow.calibration.models import ModelFacts, load_model, read_facts
 from mapflow.calibration.quality import Estimate, Quality, compare, estimate
 from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample
-from mapflow.calibration.reuse_runs import ReuseRuns, has_oracle
+from mapflow.calibration.reuse_runs import ReuseRuns, Run
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 
@@ -70,15 +68,10 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One plan's quality and that of its baselines; `oracle` is None for a plan without guide layers.
-
-    answers: to retrieval tasks, where those were asked for.
-    """
+    """The quality of one plan and of its baselines, and its answers to retrieval tasks, where those were asked for."""
 
     plan: Plan
-    reused: Estimate
-    oracle: Estimate | None
-    static: Estimate
+    quality: Mapping[Run, Estimate]
     answers: Mapping[Task, Answers]
 
 
@@ -103,9 +96,15 @@ def evaluate(
         ObservedModel(load_model(sender, device=config.device, dtype=config.dtype)),
         ObservedModel(load_model(receiver, device=config.device, dtype=config.dtype)),
     )
-    rows: list[list[tuple[Quality, Quality | None, Quality]]] = []
+    qualities: list[dict[Run, list[Quality]]] = [defaultdict(list) for _ in plans]
+    other = None
     for number, (ids, num_rows) in enumerate(documents):
-        rows.append(_judge_document(config, plans, models[0], models[1], ids, num_rows))
+        start = max(0, num_rows - config.prefix_rows)
+        runs = ReuseRuns(plans, *models, ids, num_rows=num_rows, logits_from=start, other=other)
+        other = runs.sent
+        for plan, of_plan in zip(plans, qualities):
+            for run, logits, density in runs.judge(plan):
+                of_plan[run].append(compare(runs.exact, logits, num_rows - start, density))
         if progress is not None:
             progress(number + 1, len(documents) + len(samples))
 
@@ -114,20 +113,10 @@ def evaluate(
             progress(len(documents) + done, len(documents) + total)
 
     answers = judge_answers(plans, *models, samples, show)
-    judged = []
-    for plan, of_plan, results in zip(plans, answers, zip(*rows)):
-        reused, oracle, static = zip(*results)
-        own = [quality for quality in oracle if quality is not None]
-        judged.append(
-            Judged(
-                plan=plan,
-                reused=estimate(reused),
-                oracle=estimate(own) if own else None,
-                static=estimate(static),
-                answers=of_plan,
-            )
-        )
-    return judged
+    return [
+        Judged(plan=plan, quality={run: estimate(found) for run, found in of_plan.items()}, answers=answered)
+        for plan, of_plan, answered in zip(plans, qualities, answers)
+    ]
 
 
 def from_layer(plan: Plan, first: int) -> Plan:
@@ -184,27 +173,3 @@ def _samples(config: EvaluationConfig, documents: Sequence[tuple[list[int], int]
             except ValueError as error:
                 raise CalibrationError(f"{config.texts} has too short a text for retrieval tasks: {error}") from error
     return samples
-
-
-def _judge_document(
-    config: EvaluationConfig,
-    plans: Sequence[Plan],
-    sender: ObservedModel,
-    receiver: ObservedModel,
-    ids: list[int],
-    num_rows: int,
-) -> list[tuple[Quality, Quality | None, Quality]]:
-    """Plan, oracle and static on one document, for every plan."""
-    start = max(0, num_rows - config.prefix_rows)
-    runs = ReuseRuns(plans, sender, receiver, ids, num_rows=num_rows, logits_from=start)
-
-    def judge(run: tuple[torch.Tensor, float]) -> Quality:
-        logits, density = run
-        return compare(runs.exact, logits, num_rows - start, density)
-
-    results: list[tuple[Quality, Quality | None, Quality]] = []
-    for plan in plans:
-        reused = judge(runs.reused(plan))
-        oracle = judge(runs.reused(plan, oracle=True)) if has_oracle(plan) else None
-        results.append((reused, oracle, judge(runs.static(plan, reused.density))))
-    return results

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from mapflow.calibration.quality import Estimate
+from mapflow.calibration.reuse_runs import Run
 
 if TYPE_CHECKING:
     from mapflow.calibration.evaluate import Judged
@@ -37,10 +38,9 @@ def quality_table(judged: Sequence[Judged]) -> Table:
     for one in judged:
         reusing = [(number, layer) for number, layer in enumerate(one.plan.layers) if layer.needs_map]
         first, top_p = (str(reusing[0][0]), f"{reusing[0][1].top_p:g}") if reusing else ("-", "-")
-        for kind, quality in (("plan", one.reused), ("oracle", one.oracle), ("static", one.static)):
-            if quality is not None:
-                name = reusing[0][1].mode.value if kind == "plan" and reusing else kind
-                table.add_row(one.plan.name, f"{first}, {top_p}", name, *_numbers(quality))
+        for run, quality in one.quality.items():
+            name = reusing[0][1].mode.value if run is Run.PLAN and reusing else run
+            table.add_row(one.plan.name, f"{first}, {top_p}", name, *_numbers(quality))
     return table
 
 
@@ -58,12 +58,12 @@ def _numbers(quality: Estimate) -> tuple[str, ...]:
 def answers_table(judged: Sequence[Judged]) -> Table:
     """Share of right answers, one row for each plan and task."""
     table = Table(title="right answers to retrieval tasks", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("plan", "task", "samples", "full", "plan", "oracle", "static"):
+    for name in ("plan", "task", "samples", "full", *Run):
         table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
     table.columns[0].justify = "left"
     for one in judged:
         for task, answers in one.answers.items():
-            shares = (answers.exact, answers.reused, answers.oracle, answers.static)
+            shares = (answers.full, *(answers.shares.get(run) for run in Run))
             cells = ("" if share is None else f"{share:.0%}" for share in shares)
             table.add_row(one.plan.name, task, str(answers.num_samples), *cells)
     return table

@@ -18,6 +18,8 @@ from mapflow.kernels.mask import guide_mask, mask_density, static_mask
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, decode_tiles, encode_tiles
 from mapflow.kernels.top_p import select_top_p
 
+_BISECTIONS = 12
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerRecord:
@@ -60,6 +62,21 @@ def block_masses(call: AttentionCall, *, num_rows: int, block: int) -> torch.Ten
     return mass
 
 
+def pooled_masses(call: AttentionCall, *, num_rows: int, block: int) -> torch.Tensor:
+    """Masses of rows [0, num_rows) as estimated from each block's mean query and mean key: f32, as `block_masses`.
+
+    Source: the estimate of query-aware heads in FlexPrefill (Lai et al., 2025), section 3.1.
+    """
+    size = num_rows // block
+    whole = [tensor[:, :num_rows].float() for tensor in (call.query, call.key)]
+    query, key = (tensor.reshape(tensor.shape[0], size, block, -1).mean(2) for tensor in whole)
+    query = query.reshape(key.shape[0], call.group, size, -1)  # [num_kv_heads, group, num_blocks, head_dim]
+    scores = query @ key[:, None].transpose(-1, -2) * call.scaling
+    future = torch.ones(size, size, dtype=torch.bool, device=scores.device).triu(1)
+    masses: torch.Tensor = scores.flatten(0, 1).masked_fill(future, -torch.inf).softmax(-1)
+    return masses
+
+
 class ReuseAttention:
     """Attends rows [0, num_rows) as a plan says, and the rows after them exactly."""
 
@@ -70,6 +87,7 @@ class ReuseAttention:
         *,
         num_rows: int,
         own: Mapping[int, LayerRecord] | None = None,
+        online: Mapping[int, float] | None = None,
     ) -> None:
         """Prepare one document.
 
@@ -79,12 +97,15 @@ class ReuseAttention:
             num_rows: rows that reuse, a multiple of the plan's block.
             own: the receiver's records of an exact run; guide layers then take their mask from its own masses in
                 place of the sender's: the oracle that guidance can at best reach.
+            online: the density of each layer that reuses a map; it is then guided, at that density, by masses that the
+                receiver estimates from its blocks' mean queries and keys (`pooled_masses`): needs no sender.
         """
         self._plan = plan
         self._sender = sender
         self._num_rows = num_rows
         self._own = own
-        self.densities: list[float] = []
+        self._online = online
+        self.densities: dict[int, float] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The layer's output, [num_heads, num_tokens, value_dim]."""
@@ -92,7 +113,7 @@ class ReuseAttention:
         output = call.output()
         if layer.mode is Mode.COMPUTE or self._num_rows == 0:
             return output
-        if layer.mode is Mode.TRANSLATE:
+        if layer.mode is Mode.TRANSLATE and self._online is None:
             self._translate(call, layer, output)
         else:
             self._masked(call, self._mask(call, layer), output)
@@ -109,6 +130,8 @@ class ReuseAttention:
                 local_blocks=layer.local_blocks,
                 device=call.query.device,
             )
+        if self._online is not None:
+            return self._online_mask(call, layer, self._online[call.layer])
         if self._own is None:
             mass, head_map = self._sender[layer.sender_layer].mass, self._plan.head_map[call.layer]
         else:
@@ -122,10 +145,28 @@ class ReuseAttention:
             local_blocks=layer.local_blocks,
         )
 
+    def _online_mask(self, call: AttentionCall, layer: LayerPlan, density: float) -> torch.Tensor:
+        """As `_mask`: the smallest top-p of at least this density, by bisection."""
+        mass = pooled_masses(call, num_rows=self._num_rows, block=self._plan.block)
+        head_map = torch.eye(call.num_heads, device=mass.device)
+        floor = {"sink_blocks": layer.sink_blocks, "local_blocks": layer.local_blocks}
+
+        def mask_of(top_p: float) -> torch.Tensor:
+            return guide_mask(mass, head_map, top_p, first_block_row=0, **floor)
+
+        low, high = 0.0, 1.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if mask_density(mask_of(middle), first_block_row=0) < density:
+                low = middle
+            else:
+                high = middle
+        return mask_of(high)
+
     def _masked(self, call: AttentionCall, mask: torch.Tensor, output: torch.Tensor) -> None:
         """Exact attention inside the mask, into `output`."""
         block = self._plan.block
-        self.densities.append(mask_density(mask, first_block_row=0))
+        self.densities[call.layer] = mask_density(mask, first_block_row=0)
         for row in range(mask.shape[1]):
             rows = _rows(call, row, block)
             kept = mask[:, row, : row + 1].repeat_interleave(block, 1)[:, None]  # [num_heads, 1, end]
@@ -139,7 +180,7 @@ class ReuseAttention:
         combine = torch.zeros(call.num_heads, record.call.num_heads).scatter_add(1, index, weight)
         combine = combine.to(record.mass.device)
         kept = select_top_p(record.mass, layer.top_p, first_block_row=0)
-        self.densities.append(mask_density(kept[(combine != 0).any(0)], first_block_row=0))
+        self.densities[call.layer] = mask_density(kept[(combine != 0).any(0)], first_block_row=0)
         for row in range(kept.shape[1]):
             rows = _rows(call, row, block)
             tiles = decode_tiles(

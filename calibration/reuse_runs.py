@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 
 import torch
 
 from mapflow.calibration.attention import ObservedModel
-from mapflow.calibration.reuse import Recorder, ReuseAttention
+from mapflow.calibration.reuse import LayerRecord, Recorder, ReuseAttention
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.kernels.mask import mask_density, static_mask
+
+Records = Mapping[int, LayerRecord]
+
+
+class Run(StrEnum):
+    """A plan, and what it is held against at its own settings."""
+
+    PLAN = "plan"
+    ORACLE = "oracle"  # guide layers take the receiver's own masses
+    STATIC = "static"  # sink and local window of at least the plan's density, in all layers that reuse maps
+    ONLINE = "online"  # masses that the receiver estimates itself, at each layer's density
+    OTHER_TEXT = "other text"  # the sender's maps of another text
 
 
 class ReuseRuns:
@@ -18,6 +31,7 @@ class ReuseRuns:
 
     Attributes:
         exact: f32 [num_tokens - logits_from, vocab_size], the receiver's logits without reuse.
+        sent: records of the sender's layers.
     """
 
     def __init__(
@@ -29,37 +43,51 @@ class ReuseRuns:
         *,
         num_rows: int,
         logits_from: int,
+        other: Records | None = None,
     ) -> None:
         """Run both models without reuse; plans share a block, of which `num_rows`, the rows that reuse, is a multiple.
 
-        logits_from: first row whose logits are wanted.
+        logits_from: first row whose logits are wanted. other: the sender's records of another text, if there is one.
         """
         self._receiver, self._ids, self._num_rows, self._from = receiver, list(token_ids), num_rows, logits_from
+        self._block = plans[0].block
         layers = frozenset(layer for plan in plans for layer in plan.map_layers)
-        sent = Recorder(layers, num_rows=num_rows, block=plans[0].block)
+        sent = Recorder(layers, num_rows=num_rows, block=self._block)
         sender.run(self._ids, sent)
         guided = frozenset(n for plan in plans for n, layer in enumerate(plan.layers) if layer.mode is Mode.GUIDE)
-        own = Recorder(guided, num_rows=num_rows, block=plans[0].block)
+        own = Recorder(guided, num_rows=num_rows, block=self._block)
         self.exact = receiver.run(self._ids, own, logits_from=logits_from)
-        self._sent, self._own = sent.records, own.records
+        self.sent, self._own, self._other = sent.records, own.records, other
 
-    def reused(self, plan: Plan, *, oracle: bool = False) -> tuple[torch.Tensor, float]:
-        """Logits as `exact`, and the mean density of the layers that reuse.
+    def judge(self, plan: Plan) -> Iterator[tuple[Run, torch.Tensor, float]]:
+        """What ran, its logits as `exact`, the mean density of its layers that reuse: the plan, then its baselines.
 
-        oracle: guide layers take the receiver's own masses in place of the sender's.
+        A plan without guide layers has no oracle; a text that is longer than the other one goes without that.
         """
-        reuse = ReuseAttention(plan, self._sent, num_rows=self._num_rows, own=self._own if oracle else None)
+        reused = ReuseAttention(plan, self.sent, num_rows=self._num_rows)
+        logits, density = self._run(reused)
+        yield Run.PLAN, logits, density
+        if any(layer.mode is Mode.GUIDE for layer in plan.layers):
+            oracle = ReuseAttention(plan, self.sent, num_rows=self._num_rows, own=self._own)
+            yield Run.ORACLE, *self._run(oracle)
+        static = static_plan(plan, self._num_rows // plan.block, density)
+        yield Run.STATIC, *self._run(ReuseAttention(static, {}, num_rows=self._num_rows))
+        online = ReuseAttention(plan, {}, num_rows=self._num_rows, online=reused.densities)
+        yield Run.ONLINE, *self._run(online)
+        if (other := self._of_other_text()) is not None:
+            yield Run.OTHER_TEXT, *self._run(ReuseAttention(plan, other, num_rows=self._num_rows))
+
+    def _run(self, reuse: ReuseAttention) -> tuple[torch.Tensor, float]:
         logits = self._receiver.run(self._ids, reuse, logits_from=self._from)
-        return logits, sum(reuse.densities) / len(reuse.densities) if reuse.densities else 1.0
+        densities = reuse.densities.values()
+        return logits, sum(densities) / len(densities) if densities else 1.0
 
-    def static(self, plan: Plan, density: float) -> tuple[torch.Tensor, float]:
-        """As `reused`, with a static mask of at least this density in each layer that reuses."""
-        return self.reused(static_plan(plan, self._num_rows // plan.block, density))
-
-
-def has_oracle(plan: Plan) -> bool:
-    """Whether any layer takes a mask from masses."""
-    return any(layer.mode is Mode.GUIDE for layer in plan.layers)
+    def _of_other_text(self) -> Records | None:
+        """Its records as far as this text goes; None if they do not."""
+        size = self._num_rows // self._block
+        if self._other is None or any(one.mass.shape[1] < size for one in self._other.values()):
+            return None
+        return {layer: replace(one, mass=one.mass[:, :size, :size]) for layer, one in self._other.items()}
 
 
 def static_plan(plan: Plan, num_blocks: int, density: float) -> Plan:

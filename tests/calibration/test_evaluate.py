@@ -15,6 +15,7 @@ from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
 from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer  # noqa: E402
 from mapflow.calibration.quality import Quality, compare, estimate  # noqa: E402
+from mapflow.calibration.reuse_runs import Run  # noqa: E402
 from mapflow.cli.main import app  # noqa: E402
 from mapflow.connector.plan import Mode, Plan, with_top_p  # noqa: E402
 
@@ -38,33 +39,45 @@ def evaluation(pair, texts: Path) -> EvaluationConfig:
 def test_guide_that_keeps_everything_equals_no_reuse(pair, tmp_path: Path, texts_of) -> None:
     plan = plan_of(pair, tmp_path, top_p=1.0)
     (judged,) = evaluate(evaluation(pair, texts_of(330, 200, seed=9)), [plan])
-    for quality in (judged.reused, judged.oracle, judged.static):
-        assert quality is not None
+    assert set(judged.quality) == set(Run)
+    for quality in judged.quality.values():
         assert abs(quality.prefix_kl) < 1e-6 and abs(quality.suffix_kl) < 1e-6
         assert quality.prefix_top1 == quality.suffix_top1 == quality.density == 1.0
 
 
 def test_compute_everywhere_is_exact(pair, tmp_path: Path, texts_of) -> None:
     (judged,) = evaluate(evaluation(pair, texts_of(330, seed=9)), [from_layer(plan_of(pair, tmp_path), 3)])
-    assert judged.reused.prefix_kl == judged.reused.suffix_kl == 0.0
-    assert judged.oracle is None
+    assert judged.quality[Run.PLAN].prefix_kl == judged.quality[Run.PLAN].suffix_kl == 0.0
+    assert Run.ORACLE not in judged.quality
 
 
 def test_dropping_blocks_costs_quality_and_lowers_density(pair, tmp_path: Path, texts_of) -> None:
     plan = plan_of(pair, tmp_path, local_blocks=1)
     plans = [with_top_p(plan, 0.7), with_top_p(plan, 0.3)]
     loose, tight = evaluate(evaluation(pair, texts_of(600, seed=9)), plans)
-    assert tight.reused.density < loose.reused.density < 1.0
-    assert tight.reused.prefix_kl > loose.reused.prefix_kl > 0.0
-    assert tight.static.density >= tight.reused.density
+    assert tight.quality[Run.PLAN].density < loose.quality[Run.PLAN].density < 1.0
+    assert tight.quality[Run.PLAN].prefix_kl > loose.quality[Run.PLAN].prefix_kl > 0.0
+    for run in (Run.STATIC, Run.ONLINE):
+        assert tight.quality[run].density >= tight.quality[Run.PLAN].density
 
 
 def test_copied_heads_guide_as_well_as_the_receivers_own(copied_pair, tmp_path: Path, texts_of) -> None:
     plan = plan_of(copied_pair.pair, tmp_path, top_p=0.6)
     (judged,) = evaluate(evaluation(copied_pair.pair, texts_of(600, seed=9)), [plan])
-    assert judged.oracle is not None
-    assert judged.reused.density == pytest.approx(judged.oracle.density, abs=0.02)
-    assert 0.3 < judged.reused.density < 0.95
+    found = judged.quality
+    assert found[Run.PLAN].density == pytest.approx(found[Run.ORACLE].density, abs=0.02)
+    assert 0.3 < found[Run.PLAN].density < 0.95
+
+
+def test_maps_of_another_text_are_others(pair, tmp_path: Path, texts_of) -> None:
+    """The first text has no other, and one that is longer than the text before it neither."""
+    plan = plan_of(pair, tmp_path, top_p=0.6, local_blocks=1)
+    (judged,) = evaluate(evaluation(pair, texts_of(600, 600, 300, 600, seed=9)), [plan])
+    assert judged.quality[Run.OTHER_TEXT].num_documents == 2 and judged.quality[Run.PLAN].num_documents == 4
+    (alone,) = evaluate(evaluation(pair, texts_of(600, 600, seed=9)), [plan])
+    other = alone.quality[Run.OTHER_TEXT]
+    assert other.num_documents == 1 and other.prefix_kl > 0
+    assert other.density != pytest.approx(alone.quality[Run.PLAN].density, rel=1e-6)
 
 
 def test_compare_against_a_loop_over_rows() -> None:
@@ -117,7 +130,7 @@ def test_command_prints_a_row_for_every_setting(pair, tmp_path: Path, texts_of) 
     invoke = CliRunner().invoke
     done = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, *sweep])
     assert done.exit_code == 0, done.output
-    assert done.stdout.count(" 1, 0.9 ") == done.stdout.count(" 2, 0.5 ") == 2, "the plan and its static baseline"
+    assert done.stdout.count(" 1, 0.9 ") == done.stdout.count(" 2, 0.5 ") == 3, "the plan, static, online"
     assert done.stdout.count("multi_key") == 4
     gone = invoke(app, ["evaluate", str(tmp_path / "absent.safetensors"), *common])
     assert gone.exit_code == 2 and "absent.safetensors does not exist" in gone.stderr

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from mapflow.calibration.evaluate import EvaluationConfig, evaluate
 from mapflow.calibration.models import read_facts
+from mapflow.calibration.reuse_runs import Run
 from mapflow.connector.plan import Mode, load_plan
 from mapflow.connector.tokenizer import tokenizer_fingerprint
 
@@ -37,7 +38,7 @@ def test_guide_is_near_exact_and_better_than_static_and_translate() -> None:
     )
     guide, translate = evaluate(config, plans)
     for kind in ("prefix_kl", "suffix_kl"):
-        assert getattr(guide.reused, kind) < 0.05
-        assert getattr(guide.reused, kind) < getattr(translate.reused, kind)
-    assert guide.reused.density < 0.5
-    assert guide.reused.prefix_kl < guide.static.prefix_kl
+        assert getattr(guide.quality[Run.PLAN], kind) < 0.05
+        assert getattr(guide.quality[Run.PLAN], kind) < getattr(translate.quality[Run.PLAN], kind)
+    assert guide.quality[Run.PLAN].density < 0.5
+    assert guide.quality[Run.PLAN].prefix_kl < guide.quality[Run.STATIC].prefix_kl

@@ -15,6 +15,7 @@ from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig  # noqa: E402
 from mapflow.calibration.models import load_model, read_facts  # noqa: E402
 from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample  # noqa: E402
+from mapflow.calibration.reuse_runs import Run  # noqa: E402
 from mapflow.connector.plan import Mode  # noqa: E402
 
 FILLER = [0] * 4096
@@ -94,8 +95,9 @@ def test_reuse_that_changes_nothing_answers_as_without(pair, tmp_path) -> None:
         samples.append(Sample(task=Task.COPY, depth=0.5, token_ids=(*ids, answer), num_rows=128, num_answer=1))
     samples[0] = replace(samples[0], task=Task.CHAIN)
     (found,) = judge_answers([plan], sender, receiver, samples)
-    assert found[Task.COPY].exact == found[Task.COPY].reused == found[Task.COPY].oracle == pytest.approx(2 / 3)
-    assert found[Task.CHAIN].exact == found[Task.CHAIN].reused == 0.0 and found[Task.CHAIN].num_samples == 1
+    assert found[Task.COPY].full == found[Task.COPY].shares[Run.PLAN] == pytest.approx(2 / 3)
+    assert found[Task.COPY].shares == dict.fromkeys(Run, pytest.approx(2 / 3))
+    assert found[Task.CHAIN].full == found[Task.CHAIN].shares[Run.PLAN] == 0.0 and found[Task.CHAIN].num_samples == 1
 
 
 class _Exact:

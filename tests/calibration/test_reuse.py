@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from mapflow.calibration.attention import AttentionCall  # noqa: E402
-from mapflow.calibration.reuse import LayerRecord, ReuseAttention, block_masses  # noqa: E402
+from mapflow.calibration.reuse import LayerRecord, ReuseAttention, block_masses, pooled_masses  # noqa: E402
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan  # noqa: E402
 
 BLOCK, NUM_ROWS, NUM_TOKENS = 64, 256, 300
@@ -98,7 +98,7 @@ def test_guide_attends_exactly_inside_translated_top_p_and_floor(sender: LayerRe
     torch.testing.assert_close(output[:, :NUM_ROWS].double(), expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output[:, NUM_ROWS:], one.output()[:, NUM_ROWS:], rtol=0, atol=0)
     size = NUM_ROWS // BLOCK
-    assert reuse.densities == [pytest.approx(int(kept.sum()) / (HEADS * size * (size + 1) / 2))]
+    assert reuse.densities == {0: pytest.approx(int(kept.sum()) / (HEADS * size * (size + 1) / 2))}
     assert reuse.densities[0] < 0.9
 
 
@@ -119,6 +119,25 @@ def test_oracle_takes_the_receivers_own_masses(sender: LayerRecord) -> None:
     torch.testing.assert_close(output[:, :NUM_ROWS].double(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_online_takes_masses_of_mean_queries_and_keys(sender: LayerRecord) -> None:
+    """At no less than the density asked for, and with the top-p a little lower at less."""
+    one = call(HEADS, KV_HEADS, seed=4)
+    found = pooled_masses(one, num_rows=NUM_ROWS, block=BLOCK)
+    for head in range(HEADS):
+        query, key = one.query[head, :NUM_ROWS], one.key[head // (HEADS // KV_HEADS), :NUM_ROWS]
+        for row in range(NUM_ROWS // BLOCK):
+            mean = query[row * BLOCK : (row + 1) * BLOCK].mean(0)
+            scores = torch.stack([mean @ key[c * BLOCK : (c + 1) * BLOCK].mean(0) for c in range(row + 1)])
+            torch.testing.assert_close(found[head, row, : row + 1], (scores * one.scaling).softmax(0))
+            assert not found[head, row, row + 1 :].any()
+    layer = LayerPlan(mode=Mode.GUIDE, sender_layer=0, top_p=0.5, sink_blocks=0, local_blocks=1)
+    guided = plan(layer, head_map={0: torch.ones(HEADS, SENDER_HEADS)})
+    for wanted in (0.6, 0.8):
+        reuse = ReuseAttention(guided, {0: sender}, num_rows=NUM_ROWS, online={0: wanted})
+        reuse.attend(one)
+        assert wanted <= reuse.densities[0] < wanted + 0.1
+
+
 def test_static_attends_to_sink_and_window(sender: LayerRecord) -> None:
     one = call(HEADS, KV_HEADS, seed=5)
     reuse = ReuseAttention(plan(LayerPlan(mode=Mode.STATIC, sink_blocks=1, local_blocks=2)), {}, num_rows=NUM_ROWS)
@@ -127,7 +146,7 @@ def test_static_attends_to_sink_and_window(sender: LayerRecord) -> None:
     maps = whole_map(one)[:, :NUM_ROWS, :NUM_ROWS] * ((age < 2) | (torch.arange(NUM_ROWS) < BLOCK))
     expected = times_values(maps / maps.sum(-1, keepdim=True), _head(one))
     torch.testing.assert_close(output[:, :NUM_ROWS].double(), expected, rtol=1e-4, atol=1e-5)
-    assert reuse.densities == [9 / 10]  # of four block rows only (3, 1) is dropped
+    assert reuse.densities == {0: 9 / 10}  # of four block rows only (3, 1) is dropped
 
 
 @pytest.mark.parametrize("p", [0.5, 1.0])
@@ -154,4 +173,4 @@ def test_compute_is_the_exact_output(sender: LayerRecord) -> None:
     one = call(HEADS, KV_HEADS, seed=8)
     reuse = ReuseAttention(plan(LayerPlan(mode=Mode.COMPUTE)), {}, num_rows=NUM_ROWS)
     assert torch.equal(reuse.attend(one), one.output())
-    assert reuse.densities == []
+    assert reuse.densities == {}

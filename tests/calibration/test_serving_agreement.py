@@ -89,7 +89,7 @@ def test_guide(sender: LayerRecord) -> None:
     served = torch.full((NUM_ROWS, HEADS, DIM), torch.nan)
     query = one.query.transpose(0, 1).contiguous()
     guide_attention(query, kv, [segment], [mask], block=BLOCK, scale=one.scaling, out=served)
-    assert reuse.densities == [mask_density(mask, first_block_row=0)]
+    assert reuse.densities == {0: mask_density(mask, first_block_row=0)}
     assert reuse.densities[0] < 1.0
     torch.testing.assert_close(simulated, served.transpose(0, 1), rtol=1e-4, atol=1e-5)
 
