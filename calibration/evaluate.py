@@ -68,9 +68,13 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The quality of one plan and of its baselines, and its answers to retrieval tasks, where those were asked for."""
+    """The quality of one plan and of its baselines, and its answers to retrieval tasks, where those were asked for.
+
+    prefix: the most rows that reused.
+    """
 
     plan: Plan
+    prefix: int
     quality: Mapping[Run, Estimate]
     answers: Mapping[Task, Answers]
 
@@ -113,8 +117,14 @@ def evaluate(
             progress(len(documents) + done, len(documents) + total)
 
     answers = judge_answers(plans, *models, samples, show)
+    prefix = max(num_rows for _, num_rows in documents)
     return [
-        Judged(plan=plan, quality={run: estimate(found) for run, found in of_plan.items()}, answers=answered)
+        Judged(
+            plan=plan,
+            prefix=prefix,
+            quality={run: estimate(found) for run, found in of_plan.items()},
+            answers=answered,
+        )
         for plan, of_plan, answered in zip(plans, qualities, answers)
     ]
 

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mapflow.calibration.config import CalibrationError
 from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer
+from mapflow.calibration.quality_report import quality_cases
 from mapflow.calibration.quality_table import answers_table, quality_table
 from mapflow.connector.plan import load_plan, with_top_p
 
 
 def run_evaluation(
-    config: EvaluationConfig, files: Sequence[Path], top_ps: Sequence[float], first_layers: Sequence[int]
+    config: EvaluationConfig,
+    files: Sequence[Path],
+    top_ps: Sequence[float],
+    first_layers: Sequence[int],
+    out: Path | None = None,
 ) -> None:
     """Judge plan files, each at several probability masses and first layers if any are given, and print tables.
+
+    out: where the figures go as JSON.
 
     Raises:
         CalibrationError: the plans, the pair or the texts cannot be used.
         PlanError: a file is no plan.
     """
+    if out is not None and not out.parent.is_dir():
+        raise CalibrationError(f"{out.parent}, where {out.name} is to be written, is no directory")
     plans = [load_plan(path) for path in files]
     plans = [with_top_p(plan, top_p) for plan in plans for top_p in top_ps] or plans
     plans = [from_layer(plan, first) for plan in plans for first in first_layers] or plans
@@ -33,3 +44,6 @@ def run_evaluation(
     console.print(quality_table(judged))
     if config.samples_per_task:
         console.print(answers_table(judged))
+    if out is not None:
+        out.write_text(json.dumps({"cases": list(quality_cases(judged))}, indent=1) + "\n", encoding="utf-8")
+        console.print(f"written to {out}")

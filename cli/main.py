@@ -165,6 +165,7 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(help="Tokens beyond these are cut off each document.")] = 2048,
     max_documents: Annotated[int, typer.Option(help="Documents used at most.")] = 16,
     suffix_tokens: Annotated[int, typer.Option(help="Least number of tokens behind the reused ones.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
     device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
@@ -186,7 +187,7 @@ def evaluate(
             device=device,
             dtype=dtype,
         )
-        run_evaluation(config, plans, top_p or (), first_layer or ())
+        run_evaluation(config, plans, top_p or (), first_layer or (), out)
     except (CalibrationError, PlanError, ValueError) as error:
         raise fail(error) from None
 

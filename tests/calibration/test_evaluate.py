@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
 from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer  # noqa: E402
 from mapflow.calibration.quality import Quality, compare, estimate  # noqa: E402
+from mapflow.calibration.retrieval import Task  # noqa: E402
 from mapflow.calibration.reuse_runs import Run  # noqa: E402
 from mapflow.cli.main import app  # noqa: E402
 from mapflow.connector.plan import Mode, Plan, with_top_p  # noqa: E402
@@ -128,10 +130,18 @@ def test_command_prints_a_row_for_every_setting(pair, tmp_path: Path, texts_of) 
     common = ["--sender", str(pair.sender), "--receiver", str(pair.receiver), "--texts", str(texts_of(700, seed=9))]
     sweep = ["--top-p", "0.5", "--top-p", "0.9", "--first-layer", "1", "--first-layer", "2", "--retrieval", "1"]
     invoke = CliRunner().invoke
-    done = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, *sweep])
+    out = ["--out", str(tmp_path / "quality.json")]
+    done = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, *sweep, *out])
     assert done.exit_code == 0, done.output
     assert done.stdout.count(" 1, 0.9 ") == done.stdout.count(" 2, 0.5 ") == 3, "the plan, static, online"
     assert done.stdout.count("multi_key") == 4
+    cases = json.loads((tmp_path / "quality.json").read_text())["cases"]
+    assert [case["method"] for case in cases] == 4 * ["translate", "static", "online"]
+    assert {case["from_layer"] for case in cases} == {1, 2}
+    assert all(case["low"] <= case["prefix_kl"] <= case["high"] and case["prefix"] == 576 for case in cases)
+    assert all(set(case["retrieval"]) == set(Task) for case in cases)
+    lost = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, "--out", "/nowhere/at/all.json"])
+    assert lost.exit_code == 2 and "/nowhere/at, where all.json is to be written" in lost.stderr
     gone = invoke(app, ["evaluate", str(tmp_path / "absent.safetensors"), *common])
     assert gone.exit_code == 2 and "absent.safetensors does not exist" in gone.stderr
     short = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, "--dtype", "int8"])
