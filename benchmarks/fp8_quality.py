@@ -174,7 +174,8 @@ def judge_document(
     results: dict[str, dict[str, float]] = {}
     for name, handler, is_reference, figures in variants(plan, theirs.records, own.records, num_rows):
         logits = receiver.run(ids, handler, logits_from=start)
-        quality = compare(full, logits, num_rows - start, statistics.mean(handler.densities.values()))
+        density = statistics.mean(handler.densities.values())
+        quality = compare(full, logits, ids[start + 1 :], num_rows - start, density)
         mine = {"prefix_kl": quality.prefix_kl, "suffix_kl": quality.suffix_kl, "density": quality.density} | figures
         if is_reference:
             reference, masks = mine, handler.masks

@@ -57,11 +57,10 @@ class EvaluationConfig:
         Raises:
             CalibrationError: the first value that cannot be used.
         """
-        for name in ("max_tokens", "max_documents", "prefix_rows", "suffix_tokens"):
-            if getattr(self, name) < 1:
-                raise CalibrationError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.samples_per_task < 0:
-            raise CalibrationError(f"samples_per_task must be at least 0, got {self.samples_per_task}")
+        least = {"max_tokens": 1, "max_documents": 1, "prefix_rows": 1, "suffix_tokens": 2, "samples_per_task": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise CalibrationError(f"{name} must be at least {value}, got {getattr(self, name)}")
         if self.dtype not in DTYPES:
             raise CalibrationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
@@ -108,7 +107,7 @@ def evaluate(
         other = runs.sent
         for plan, of_plan in zip(plans, qualities):
             for run, logits, density in runs.judge(plan):
-                of_plan[run].append(compare(runs.exact, logits, num_rows - start, density))
+                of_plan[run].append(compare(runs.exact, logits, ids[start + 1 :], num_rows - start, density))
         if progress is not None:
             progress(number + 1, len(documents) + len(samples))
 

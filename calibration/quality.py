@@ -15,28 +15,42 @@ class Quality:
     Attributes:
         prefix_kl: mean KL(exact || reused) in nats over the last reused rows.
         prefix_top1: share of those rows with the same most likely token.
+        prefix_loss_rise: what those rows' cross entropy on the text's own next tokens rises by, in nats a token; its
+            exponential is the ratio of the perplexities.
         suffix_kl: the same KL over the rows after them.
         suffix_top1: the same share over the rows after them.
+        suffix_loss_rise: the same rise over the rows after them.
         density: kept causal blocks / causal blocks, averaged over the layers that reuse.
     """
 
     prefix_kl: float
     prefix_top1: float
+    prefix_loss_rise: float
     suffix_kl: float
     suffix_top1: float
+    suffix_loss_rise: float
     density: float
 
 
-def compare(exact: torch.Tensor, reused: torch.Tensor, num_prefix: int, density: float) -> Quality:
-    """Compare logits, f32 [num_prefix + num_suffix, vocab_size] each."""
+def compare(
+    exact: torch.Tensor, reused: torch.Tensor, next_ids: Sequence[int], num_prefix: int, density: float
+) -> Quality:
+    """Compare logits, f32 [num_prefix + num_suffix, vocab_size] each.
+
+    next_ids: the token behind each row; of the last row, behind which there is none, it may be missing.
+    """
     log_p, log_q = exact.log_softmax(-1), reused.log_softmax(-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
     same = (exact.argmax(-1) == reused.argmax(-1)).float()
+    targets = torch.tensor(next_ids, device=exact.device)[:, None]
+    rise = (log_p[: len(targets)].gather(1, targets) - log_q[: len(targets)].gather(1, targets))[:, 0]
     return Quality(
         prefix_kl=float(kl[:num_prefix].mean()),
         prefix_top1=float(same[:num_prefix].mean()),
+        prefix_loss_rise=float(rise[:num_prefix].mean()),
         suffix_kl=float(kl[num_prefix:].mean()),
         suffix_top1=float(same[num_prefix:].mean()),
+        suffix_loss_rise=float(rise[num_prefix:].mean()),
         density=density,
     )
 

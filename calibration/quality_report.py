@@ -31,9 +31,11 @@ def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
                 "prefix_kl": quality.prefix_kl,
                 "low": quality.low.prefix_kl,
                 "high": quality.high.prefix_kl,
+                "loss_rise": quality.prefix_loss_rise,
                 "suffix_kl": quality.suffix_kl,
                 "top1_agreement": quality.prefix_top1,
                 "suffix_top1_agreement": quality.suffix_top1,
+                "suffix_loss_rise": quality.suffix_loss_rise,
                 "retrieval": {
                     task.value: {"samples": answers.num_samples, "right": answers.shares[run], "full": answers.full}
                     for task, answers in one.answers.items()

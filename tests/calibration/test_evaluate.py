@@ -85,7 +85,13 @@ def test_maps_of_another_text_are_others(pair, tmp_path: Path, texts_of) -> None
 def test_compare_against_a_loop_over_rows() -> None:
     generator = torch.Generator().manual_seed(1)
     exact, reused = (torch.randn(7, 11, generator=generator) for _ in range(2))
-    quality = compare(exact, reused, 4, 0.5)
+    next_ids = [3, 1, 4, 1, 5, 9]  # none behind the last row
+    quality = compare(exact, reused, next_ids, 4, 0.5)
+    losses = [
+        float((exact[row].log_softmax(0) - reused[row].log_softmax(0))[token]) for row, token in enumerate(next_ids)
+    ]
+    assert quality.prefix_loss_rise == pytest.approx(sum(losses[:4]) / 4, rel=1e-4)
+    assert quality.suffix_loss_rise == pytest.approx(sum(losses[4:]) / 2, rel=1e-4)
     kls = [
         float(
             torch.distributions.kl_divergence(
@@ -104,7 +110,8 @@ def test_an_average_says_how_far_it_may_be_off() -> None:
     """About as the normal approximation does, where that holds; a point for one document."""
     generator = torch.Generator().manual_seed(2)
     draws = torch.rand(200, generator=generator).tolist()
-    qualities = [Quality(prefix_kl=x, prefix_top1=1 - x, suffix_kl=2 * x, suffix_top1=0.5, density=0.1) for x in draws]
+    rest = {"prefix_loss_rise": 0.0, "suffix_top1": 0.5, "suffix_loss_rise": 0.0, "density": 0.1}
+    qualities = [Quality(prefix_kl=x, prefix_top1=1 - x, suffix_kl=2 * x, **rest) for x in draws]
     found = estimate(qualities)
     average, error = sum(draws) / 200, 1.96 * float(torch.tensor(draws).std()) / 200**0.5
     assert found.prefix_kl == pytest.approx(average) and found.num_documents == 200
