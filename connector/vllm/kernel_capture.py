@@ -16,9 +16,8 @@ with exact keys, which costs as much as the layer's attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import torch
 
@@ -28,43 +27,17 @@ from mapflow.connector.vllm.capture import FinishedMap
 from mapflow.connector.vllm.capture_buffer import CaptureBuffer, is_done
 from mapflow.connector.vllm.capture_spans import LayerState, Span, keep_rows, next_span, parts_of, whole_rows
 from mapflow.connector.vllm.capture_states import CaptureStates
-from mapflow.connector.vllm.captured_rows import ChunkParts, Layout, Part
+from mapflow.connector.vllm.capture_tables import RowTables, StepTables
+from mapflow.connector.vllm.captured_rows import ChunkParts, Layout
 from mapflow.connector.vllm.piece_store import Defer, PieceStore
 from mapflow.connector.wants import LayerWant
-from mapflow.kernels.block_rows import BlockRows
 from mapflow.kernels.compress import block_masses
-from mapflow.kernels.head_sections import SectionTable, lay_out_sections
-from mapflow.kernels.mass_tasks import MassTasks
+from mapflow.kernels.head_sections import lay_out_sections
 from mapflow.kernels.paged import PagedKV
-from mapflow.kernels.row_segment import RowSegment
 from mapflow.kernels.select import select_by_mass
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 from mapflow.kernels.tiles import store_tiles
 from mapflow.kernels.upload import upload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Tables:
-    """What all layers with the same rows share in a step. slots: first mass row of each segment."""
-
-    rows: BlockRows
-    tasks: MassTasks
-    slots: list[int]
-    row_lse: torch.Tensor
-    _sections: dict[bool, SectionTable] = field(default_factory=dict)
-
-    def sections(self, parts: Sequence[Part], chunk_rows: int, tiled: bool) -> SectionTable:
-        """parts: the same ones, in the same order, in every layer of the step; all rows are in one of them."""
-        if tiled not in self._sections:
-            own = [part.rows for part in parts]
-            sizes = {"num_heads": self.row_lse.shape[0], "chunk_rows": chunk_rows}
-            self._sections[tiled] = SectionTable.build(own, self.rows.lines[:, 6], **sizes, tiled=tiled)
-        return self._sections[tiled]
-
-    def no_mass(self) -> torch.Tensor:
-        """float32 zeros [mass rows, num_heads, columns]."""
-        shape = (self.tasks.measured.shape[0], self.row_lse.shape[0], self.rows.num_columns)
-        return torch.zeros(shape, device=self.rows.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +71,7 @@ class KernelCapture:
         self._chunk_tokens, self._block, self._row_stride = chunk_tokens, block, row_stride
         self._buffer, self._pieces = buffer, PieceStore(buffer, defer, counters, hurry)
         self._states = CaptureStates(LayerState)
-        self._tables: dict[tuple[tuple[int, ...], ...], _Tables] = {}
+        self._tables = StepTables(block)
         self._all_factors: dict[tuple[tuple[int, ...] | None, int], torch.Tensor] = {}
 
     def begin_step(self) -> None:
@@ -155,7 +128,7 @@ class KernelCapture:
         self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
     ) -> None:
         segments = [span.segment(span.fresh, span.end, span.at(span.fresh)) for span in spans]
-        tables = self._tables_of(segments, query, kv, self._row_stride)
+        tables = self._tables.of(segments, query, kv, self._row_stride)
         mass = tables.no_mass()
         for span, slot in zip(spans, tables.slots):
             if span.first < span.fresh:
@@ -185,7 +158,7 @@ class KernelCapture:
         if not whole:
             return
         exact = rows.row_lse is None
-        tables = self._tables_of(rows.segments, rows.query, kv, 1 if exact else self._row_stride)
+        tables = self._tables.of(rows.segments, rows.query, kv, 1 if exact else self._row_stride)
         mass = tables.no_mass()
         keys = {"key_dtype": None} if exact else {}
         block_masses(rows.query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, **keys)
@@ -195,7 +168,7 @@ class KernelCapture:
     def _store(
         self,
         spans: Sequence[Span],
-        tables: _Tables,
+        tables: RowTables,
         want: LayerWant,
         mass: torch.Tensor,
         tiles: _Tiles | None = None,
@@ -244,22 +217,6 @@ class KernelCapture:
         self._pieces.put(
             found, layout, layout.num_bytes + table.fixed_bytes, blocks * num_wanted * layout.tile_bytes, fill
         )
-
-    def _tables_of(self, segments: Sequence[RowSegment], query: torch.Tensor, kv: PagedKV, row_stride: int) -> _Tables:
-        places = ((id(one.block_table), one.row_begin, one.row_end, one.out_begin) for one in segments)
-        key = ((*query.shape[:2], kv.num_kv_heads, row_stride), *places)
-        if key not in self._tables:
-            rows = BlockRows.from_segments(
-                segments, block=self._block, num_batch_rows=query.shape[0], device=query.device
-            )
-            counts = [len(one.block_rows(self._block)) for one in segments]
-            self._tables[key] = _Tables(
-                rows=rows,
-                tasks=MassTasks.build(rows, group=query.shape[1] // kv.num_kv_heads, row_stride=row_stride),
-                slots=list(accumulate(counts[:-1], initial=0)),
-                row_lse=torch.empty(query.shape[1], query.shape[0], device=query.device),
-            )
-        return self._tables[key]
 
     def _factors(self, want: LayerWant, num_heads: int, row_stride: int) -> torch.Tensor:
         """float32 [num_heads] on the device, what makes means of sums; 0 for heads that nobody wants."""
