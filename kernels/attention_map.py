@@ -30,11 +30,6 @@ def encode_mass(mass: torch.Tensor) -> torch.Tensor:
     low, high = (float(bound) for bound in mass.aminmax())
     if not (low >= 0.0 and high <= 1.001):  # also false for NaN
         raise ValueError(f"mass: expected values in [0, 1], got minimum {low} and maximum {high}")
-    return quantise_mass(mass)
-
-
-def quantise_mass(mass: torch.Tensor) -> torch.Tensor:
-    """As `encode_mass` without the check, which would wait for an accelerator; what NaN becomes is undefined."""
     return mass.clamp(max=1.0).float().sqrt_().mul_(255.0).round_().to(torch.uint8)
 
 
@@ -173,6 +168,11 @@ class AttentionMap:
     def num_col_blocks(self) -> int:
         """Block columns from the first token of the prompt to the end of the chunk (C)."""
         return self.mass.shape[2]
+
+    @property
+    def tile_dtype(self) -> torch.dtype | None:
+        """How the tiles are stored; None without tiles."""
+        return None if self.tiles is None else self.tiles.values.dtype
 
     @property
     def first_block_row(self) -> int:

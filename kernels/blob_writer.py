@@ -15,9 +15,9 @@ from mapflow.kernels import blob_layout as layout
 from mapflow.kernels.attention_map import AttentionMap, TileSet
 from mapflow.kernels.blob import TILE_DTYPES_BY_CODE
 from mapflow.kernels.blob_layout import Header, HeadLayout
+from mapflow.kernels.tile_codec import TILE_BITS
 
 _TILE_CODES = {dtype: code for code, dtype in TILE_DTYPES_BY_CODE.items()}
-_BYTE_VIEWS = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16}
 _Array = npt.NDArray[np.generic]
 
 
@@ -91,9 +91,8 @@ def tile_code(dtype: torch.dtype | None) -> int:
 
 
 def _header_of(attention_map: AttentionMap) -> Header:
-    tiles = attention_map.tiles
     return Header(
-        tile_dtype=tile_code(None if tiles is None else tiles.values.dtype),
+        tile_dtype=tile_code(attention_map.tile_dtype),
         flags=layout.FLAG_APPROXIMATE if attention_map.approximate else 0,
         block=attention_map.block,
         num_heads=attention_map.num_heads,
@@ -131,7 +130,7 @@ def _write_values(values: torch.Tensor, spans: Sequence[tuple[int, int, int]], h
     """Tiles [first, first + count) of each head, to `at` of its section."""
     size = values[0].nbytes if len(values) else 0
     kind = "u1" if values.dtype == torch.float8_e4m3fn else "<i2"
-    (stored,) = _bytes(values.view(_BYTE_VIEWS[values.dtype]), kind, 1)
+    (stored,) = _bytes(values.view(TILE_BITS[values.dtype]), kind, 1)
     for data, (first, count, at) in zip(heads, spans):
         data[at : at + count * size] = stored[first * size : (first + count) * size]
         data[at + count * size :] = 0

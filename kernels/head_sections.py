@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mapflow.kernels.blob_layout import align
+from mapflow.kernels.blob_layout import TILES_E4M3_256, TILES_NONE, Header, HeadLayout
 from mapflow.kernels.block_rows import BlockIndex
 from mapflow.kernels.tensor_check import check_tensor
 from mapflow.kernels.upload import upload
@@ -61,8 +61,7 @@ class SectionTable:
     ) -> "SectionTable":
         """slot_of_line: i32 [W], on the device: the mass row of each line; every one is in one of the parts."""
         table = torch.tensor([(one.chunk_index, one.row, one.num_rows, one.slot) for one in parts], dtype=torch.int32)
-        sizes = [align(chunk_rows * chunk_rows * (one.chunk_index + 1)) for one in parts]
-        fixed = [align(size + 4 * (chunk_rows + 1)) if tiled else size for size in sizes]
+        fixed = [_empty_section_bytes(one.chunk_index, num_heads, chunk_rows, tiled) for one in parts]
         ends = torch.tensor(fixed).repeat_interleave(num_heads).cumsum(0)
         device = slot_of_line.device
         return cls(
@@ -78,6 +77,20 @@ class SectionTable:
     def num_parts(self) -> int:
         """Chunks that the step measured rows of, each of them once a request."""
         return self.parts.shape[0]
+
+
+def _empty_section_bytes(chunk_index: int, num_heads: int, chunk_rows: int, tiled: bool) -> int:
+    """Of a head without tiles, where others of the blob have some if `tiled`."""
+    header = Header(
+        tile_dtype=TILES_E4M3_256 if tiled else TILES_NONE,  # any that has tiles
+        flags=0,
+        block=0,
+        num_heads=num_heads,
+        num_row_blocks=chunk_rows,
+        num_col_blocks=(chunk_index + 1) * chunk_rows,
+        chunk_index=chunk_index,
+    )
+    return HeadLayout(header, 0).num_bytes
 
 
 def lay_out_sections(

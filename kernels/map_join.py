@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from mapflow.kernels.attention_map import AttentionMap, TileSet
+from mapflow.kernels.tile_codec import TILE_BITS
 
 
 def join_heads(parts: Sequence[AttentionMap]) -> AttentionMap:
@@ -47,8 +48,8 @@ def join_rows(parts: Sequence[AttentionMap]) -> AttentionMap:
     first = parts[0]
     if len(parts) == 1:
         return first
-    kind = (first.chunk_index, first.block, first.mass.shape, _tile_dtype(first))
-    if any((one.chunk_index, one.block, one.mass.shape, _tile_dtype(one)) != kind for one in parts[1:]):
+    kind = (first.chunk_index, first.block, first.mass.shape, first.tile_dtype)
+    if any((one.chunk_index, one.block, one.mass.shape, one.tile_dtype) != kind for one in parts[1:]):
         raise ValueError("parts: expected maps of one chunk, block, number of heads and kind of tiles")
     owner = torch.stack([(part + 1) * one.measured for part, one in enumerate(parts)]).amax(0) - 1
     rows = torch.arange(first.num_row_blocks)
@@ -71,16 +72,9 @@ def _join_row_tiles(sets: Sequence[TileSet], owner: torch.Tensor) -> TileSet:
     indptr = torch.zeros(counts.shape[0], counts.shape[1] + 1, dtype=torch.int32)
     indptr[:, 1:] = ends.view_as(counts)
     indptr[1:, 0] = indptr[:-1, -1]
-    values = torch.cat([one.values.view(_BITS[one.values.dtype]) for one in sets]).index_select(0, index)
+    values = torch.cat([one.values.view(TILE_BITS[one.values.dtype]) for one in sets]).index_select(0, index)
     return TileSet(
         indptr=indptr,
         indices=torch.cat([one.indices for one in sets]).index_select(0, index),
         values=values.view(sets[0].values.dtype),
     )
-
-
-_BITS = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16}
-
-
-def _tile_dtype(one: AttentionMap) -> torch.dtype | None:
-    return None if one.tiles is None else one.tiles.values.dtype

@@ -98,7 +98,7 @@ class MapTable:
 
 
 def _kind(one: AttentionMap) -> tuple[int, int, int, torch.dtype | None]:
-    return one.block, one.num_heads, one.num_row_blocks, None if one.tiles is None else one.tiles.values.dtype
+    return one.block, one.num_heads, one.num_row_blocks, one.tile_dtype
 
 
 def _section_offsets(data: bytearray, start: int) -> list[list[int]]:

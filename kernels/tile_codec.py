@@ -14,6 +14,7 @@ import torch
 TILE_SCALE = 256.0
 TILE_DTYPE_BY_NAME = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}  # as plans and messages name them
 TILE_DTYPES = tuple(TILE_DTYPE_BY_NAME.values())
+TILE_BITS = {torch.float8_e4m3fn: torch.uint8, torch.bfloat16: torch.int16}  # views, for what knows no such floats
 
 _E4M3_ONE = 0x78  # bits of 256.0, the stored form of probability 1
 _BF16_ONE = 0x3F80  # bits of 1.0

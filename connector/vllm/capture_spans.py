@@ -100,11 +100,15 @@ def next_span(row: BatchRow, state: LayerState, tiled: bool, chunk_tokens: int, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPart:
-    """A part of a piece, with the span and the chunk that it belongs to."""
+    """A part of a piece, with the span that it belongs to."""
 
     span: Span
-    chunk: int
     part: Part
+
+    @property
+    def chunk(self) -> int:
+        """Index of its chunk."""
+        return self.part.rows.chunk_index
 
 
 def parts_of(span: Span, slot: int, chunk_tokens: int) -> list[ChunkPart]:
@@ -119,7 +123,7 @@ def parts_of(span: Span, slot: int, chunk_tokens: int) -> list[ChunkPart]:
             num_rows=(high - low) // block,
             slot=slot + (low - span.first) // block,
         )
-        found.append(ChunkPart(span, chunk, Part(rows=rows)))
+        found.append(ChunkPart(span, Part(rows=rows)))
     return found
 
 

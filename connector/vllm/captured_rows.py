@@ -189,8 +189,4 @@ class ChunkParts:
         maps = [one.on_host() if isinstance(one, DeviceBlob) else one for one in found]
         if not any(bool(one.measured.any()) for one in maps):
             return None
-        return HostBlob(join_rows([one for one in maps if _kind(one) == _kind(maps[-1])]))
-
-
-def _kind(one: AttentionMap) -> torch.dtype | None:
-    return None if one.tiles is None else one.tiles.values.dtype
+        return HostBlob(join_rows([one for one in maps if one.tile_dtype == maps[-1].tile_dtype]))
