@@ -36,7 +36,7 @@ FLAG_APPROXIMATE = 1
 
 HEADER_BYTES = 64
 HEAD_ENTRY = struct.Struct("<QQQ")
-CHECKSUM_FIELD = slice(56, 64)
+IDENTITY_FIELD, CHECKSUM_FIELD = slice(48, 56), slice(56, 64)
 # magic, version, header bytes, kind, mass dtype, tile dtype, 0,
 # flags, block, num_heads, num_row_blocks, num_col_blocks, chunk_index, 0, total bytes, identity, checksum
 _HEADER = struct.Struct("<4sHHBBBBIIIIIIIQQQ")

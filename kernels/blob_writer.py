@@ -56,33 +56,41 @@ def write_blob(attention_map: AttentionMap, buffer: memoryview | bytearray, *, i
         _write_tiles(attention_map.tiles, sections, heads)
     checksums = np.array([layout.checksum(data) for data in heads], dtype=np.uint64)
     row_counts = attention_map.row_counts.cpu().numpy()
-    prologue = pack_prologue(header, row_counts, sections.num_bytes.astype(np.uint64), checksums, identity)
-    out[layout.HEADER_BYTES : header.prologue_bytes] = np.frombuffer(prologue, dtype=np.uint8)[layout.HEADER_BYTES :]
-    out[: layout.HEADER_BYTES] = np.frombuffer(prologue, dtype=np.uint8, count=layout.HEADER_BYTES)
+    sizes = sections.num_bytes.astype(np.uint64)
+    (prologue,) = pack_prologues([header], row_counts[None], sizes[None], checksums[None])
+    seal(prologue, identity)
+    out[layout.HEADER_BYTES : header.prologue_bytes] = prologue[layout.HEADER_BYTES :]
+    out[: layout.HEADER_BYTES] = prologue[: layout.HEADER_BYTES]
     return total
 
 
-def pack_prologue(
-    header: Header,
+def pack_prologues(
+    headers: Sequence[Header],
     row_counts: npt.NDArray[np.int32],
     sizes: npt.NDArray[np.uint64],
     checksums: npt.NDArray[np.uint64],
-    identity: int,
-) -> bytes:
-    """Everything in front of head 0. `header`: without total, identity and checksum.
+) -> npt.NDArray[np.uint8]:
+    """Everything in front of head 0 of several blobs, u8 [blobs, prologue_bytes]; valid when `seal` has been called.
 
-    row_counts: [num_row_blocks]. sizes, checksums: [num_heads], of the sections.
+    headers: alike in `num_heads` and `num_row_blocks`; without total, identity and checksum. row_counts: [blobs,
+    num_row_blocks]. sizes, checksums: [blobs, num_heads], of the sections.
     """
-    begin = header.prologue_bytes
-    ends = begin + sizes.cumsum(dtype=np.uint64)
-    out = np.zeros(begin, dtype=np.uint8)
-    out[layout.HEADER_BYTES :][: 4 * header.num_row_blocks] = row_counts.astype("<i4").view(np.uint8)
-    table = np.stack([ends - sizes, sizes, checksums], axis=1).astype("<u8")
-    out[header.head_table_offset :][: table.nbytes] = table.reshape(-1).view(np.uint8)
-    whole = replace(header, total_bytes=int(ends[-1]), identity=identity)
-    out[: layout.HEADER_BYTES] = np.frombuffer(whole.pack(), dtype=np.uint8)
-    out[layout.CHECKSUM_FIELD] = np.frombuffer(layout.checksum(out).to_bytes(8, "little"), dtype=np.uint8)
-    return out.tobytes()
+    first = headers[0]
+    ends = first.prologue_bytes + sizes.cumsum(axis=1, dtype=np.uint64)
+    table = np.stack([ends - sizes, sizes, checksums], axis=2).astype("<u8").reshape(len(headers), -1).view(np.uint8)
+    out = np.zeros((len(headers), first.prologue_bytes), dtype=np.uint8)
+    for row, header, total in zip(out, headers, ends[:, -1].tolist()):
+        row[: layout.HEADER_BYTES] = np.frombuffer(replace(header, total_bytes=total).pack(), dtype=np.uint8)
+    out[:, layout.HEADER_BYTES :][:, : 4 * first.num_row_blocks] = row_counts.astype("<i4").view(np.uint8)
+    out[:, first.head_table_offset :][:, : table.shape[1]] = table
+    return out
+
+
+def seal(prologue: npt.NDArray[np.uint8], identity: int) -> None:
+    """Enter the identity and the checksum, which takes its own field as zero, in u8 [prologue_bytes]."""
+    prologue[layout.IDENTITY_FIELD] = np.frombuffer(identity.to_bytes(8, "little"), dtype=np.uint8)
+    prologue[layout.CHECKSUM_FIELD] = 0
+    prologue[layout.CHECKSUM_FIELD] = np.frombuffer(layout.checksum(prologue).to_bytes(8, "little"), dtype=np.uint8)
 
 
 def tile_code(dtype: torch.dtype | None) -> int:

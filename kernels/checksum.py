@@ -6,7 +6,6 @@ bytes and its default secret; and with 17 to 128, and with 129 to 240, of which 
 """
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -27,12 +26,12 @@ _PRIME: tl.constexpr = tl.constexpr(_PRIME64_1)
 _START = (_PRIME32_3, _PRIME64_1, _PRIME64_2, _PRIME64_3, _PRIME64_4, _PRIME32_2, _PRIME64_5, _PRIME32_1)
 
 
-def section_checksums(data: torch.Tensor, ends: torch.Tensor) -> npt.NDArray[np.uint64]:
-    """Checksums of adjoining ranges of `data`, the first of which begins at 0; waits for the device.
+def section_checksums(data: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Checksums of adjoining ranges of `data`, the first of which begins at 0.
 
     data: u8 [bytes], contiguous, 64-byte aligned. ends: i64 [...] on the same device, ascending multiples of 64; ranges
-    that end behind `data` get an undefined checksum. Returns u64 [...], in the shape of `ends`. Runs on the current
-    stream.
+    that end behind `data` get an undefined checksum. Returns the bits of u64 as i64 [...], in the shape of `ends`, on
+    the same device.
 
     Raises ValueError for wrong shapes or dtypes.
     """
@@ -42,7 +41,7 @@ def section_checksums(data: torch.Tensor, ends: torch.Tensor) -> npt.NDArray[np.
     out = torch.empty_like(flat)
     words = data[: data.shape[0] // 8 * 8].view(torch.int64)
     _checksum_kernel[(flat.shape[0],)](words, flat, _keys(data.device), out, words.shape[0] * 8, num_warps=1)
-    return out.cpu().numpy().view(np.uint64).reshape(ends.shape)
+    return out.view(ends.shape)
 
 
 _keys_by_device: dict[torch.device, torch.Tensor] = {}

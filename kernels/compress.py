@@ -39,14 +39,15 @@ def block_masses(
     mass: torch.Tensor,
     row_lse: torch.Tensor,
     key_dtype: torch.dtype | None = torch.float8_e4m3fn,
+    is_lse_known: bool = False,
 ) -> None:
-    """Add the probability sums of the rows of `tasks` to `mass`, and write their log-sum-exp.
+    """Add the probability sums of the rows of `tasks` to `mass`, and write their log-sum-exp, unless that is known.
 
     query: bf16 or fp16 [N, Hq, head_dim], as in `guide.guide_attention`. kv: K of tokens [0, row_end) of each request
     (V is not read). mass: float32 [mass rows, Hq, C], C >= the block columns reached; its rows are the block rows of
     the segments, in order. Divide by the number of measured rows for a mean. row_lse: float32 [Hq, N], log2 of the sum
-    of exp(score); rows that are not measured stay as they are. key_dtype: float8_e4m3fn, or None for the cache's own,
-    which tiles need.
+    of exp(score), written, or read if `is_lse_known`; rows that are not measured stay as they are. key_dtype:
+    float8_e4m3fn, or None for the cache's own, which tiles need.
 
     Raises ValueError for wrong shapes, dtypes or strides.
     """
@@ -102,6 +103,7 @@ def block_masses(
         BLOCK=rows.block,
         HEAD_DIM=head_dim,
         E4M3=e4m3,
+        KNOWN=is_lse_known,
         COLUMNS=_COLUMNS_AT_ONCE,
         STAGES=config["num_stages"],
         **config,
@@ -109,13 +111,21 @@ def block_masses(
 
 
 @triton.jit
-def _note(scores, scale, mine, column, seen, largest, total, STACKED: tl.constexpr):
-    """Write down each row's log-sum-exp of one block, and add it to the running one. Unseen blocks count nothing."""
-    top = tl.where(seen, tl.max(scores, 1) * scale, 0.0)
-    of_block = tl.sum(tl.exp2(scores * scale - top[:, None]), 1)
-    tl.store(mine + column * STACKED + tl.arange(0, STACKED), tl.where(seen, top + tl.log2(of_block), float("-inf")))
-    new_largest = tl.where(seen, tl.maximum(largest, top), largest)
-    total = total * tl.exp2(largest - new_largest) + tl.where(seen, of_block * tl.exp2(top - new_largest), 0.0)
+def _note(scores, scale, mine, column, seen, largest, total, STACKED: tl.constexpr, KNOWN: tl.constexpr):
+    """Write down each row's log-sum-exp of one block, and add it to the running one. Unseen blocks count nothing.
+
+    If the row's own is known, it is `largest`, and what is written down is the block's share of the row.
+    """
+    place = mine + column * STACKED + tl.arange(0, STACKED)
+    if KNOWN:
+        tl.store(place, tl.sum(tl.exp2(scores * scale - largest[:, None]), 1))
+        new_largest = largest
+    else:
+        top = tl.where(seen, tl.max(scores, 1) * scale, 0.0)
+        of_block = tl.sum(tl.exp2(scores * scale - top[:, None]), 1)
+        tl.store(place, tl.where(seen, top + tl.log2(of_block), float("-inf")))
+        new_largest = tl.where(seen, tl.maximum(largest, top), largest)
+        total = total * tl.exp2(largest - new_largest) + tl.where(seen, of_block * tl.exp2(top - new_largest), 0.0)
     return new_largest, total
 
 
@@ -156,6 +166,7 @@ def _masses_kernel(
     BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     E4M3: tl.constexpr,
+    KNOWN: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -187,20 +198,26 @@ def _masses_kernel(
                 scale = qk_scale * (largest_query / E4M3_MAX) * tl.load(key_scale + kv_head)
             kv_row = kv_head * num_packed_tokens + tl.load(task + 5)
             first_block = first_row // BLOCK
-            largest = tl.full([STACKED], float("-inf"), tl.float32)
+            place_of_lse = row_lse + head.to(tl.int64) * stride_lse + batch_row
+            if KNOWN:
+                largest = tl.load(place_of_lse, mask=measured, other=float("inf"))
+            else:
+                largest = tl.full([STACKED], float("-inf"), tl.float32)
             total = tl.zeros([STACKED], tl.float32)
             everywhere = stacked >= 0
             for column in tl.range(0, first_block, num_stages=STAGES):
                 scores = tl.dot(q, keys.load([kv_row + column * BLOCK, 0]).T)
-                largest, total = _note(scores, scale, mine, column, everywhere, largest, total, STACKED)
+                largest, total = _note(scores, scale, mine, column, everywhere, largest, total, STACKED, KNOWN)
             for i in tl.static_range(BLOCK_ROWS):
                 start = (first_block + i) * BLOCK
                 scores = tl.dot(q, keys.load([kv_row + start, 0]).T)
                 past = token[:, None] >= (start + tl.arange(0, BLOCK))[None, :]
                 scores = tl.where(past, scores, float("-inf"))
-                largest, total = _note(scores, scale, mine, first_block + i, token >= start, largest, total, STACKED)
+                seen = token >= start
+                largest, total = _note(scores, scale, mine, first_block + i, seen, largest, total, STACKED, KNOWN)
             lse = largest + tl.log2(total)
-            tl.store(row_lse + head.to(tl.int64) * stride_lse + batch_row, lse, mask=measured)
+            if not KNOWN:
+                tl.store(place_of_lse, lse, mask=measured)
             tl.debug_barrier()  # the notes were written by other threads of this program
             end_block = first_block + BLOCK_ROWS
             mass_head = (kv_head * GROUP + tl.arange(0, PADDED_GROUP)).to(tl.int64)[None, :, None]
@@ -212,9 +229,10 @@ def _masses_kernel(
                 noted = tl.load(
                     mine + columns[:, None] * STACKED + stacked[None, :],
                     mask=(columns < end_block)[:, None],
-                    other=float("-inf"),
+                    other=0.0 if KNOWN else float("-inf"),
                 )
-                p = tl.where(measured[None, :], tl.exp2(noted - lse[None, :]), 0.0)
+                p = noted if KNOWN else tl.exp2(noted - lse[None, :])
+                p = tl.where(measured[None, :], p, 0.0)
                 sums = tl.sum(tl.reshape(p, [COLUMNS, PADDED_GROUP, BLOCK_ROWS, OF_TASK]), 3)
                 place = mass + mass_row * stride_mass_row + mass_head * stride_mass_head + columns[:, None, None]
                 wanted = (columns[:, None, None] <= first_block + of_row) & (tl.arange(0, PADDED_GROUP) < GROUP)[

@@ -85,8 +85,10 @@ class Warmer:
         mass = torch.zeros(1, self.num_heads, 1, device=self.kv.device)
         for row_stride in row_strides:
             tasks = MassTasks.build(rows, group=group, row_stride=row_stride)
+            options: dict[str, Any] = {"scale": 1.0, "mass": mass, "row_lse": lse}
             for key_dtype in (None, torch.float8_e4m3fn):
-                block_masses(query, self.kv, tasks, scale=1.0, mass=mass, row_lse=lse, key_dtype=key_dtype)
+                block_masses(query, self.kv, tasks, **options, key_dtype=key_dtype)
+            block_masses(query, self.kv, tasks, **options, is_lse_known=True)
         for tile_dtype in tile_dtypes:
             size = self.block**2 * tile_dtype.itemsize
             arena = torch.empty(self.num_heads * size, dtype=torch.uint8, device=self.kv.device)

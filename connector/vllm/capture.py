@@ -90,6 +90,10 @@ class StepCapture(Protocol):
         """A step begins; what was made for the last one's batch is of no use any more."""
         ...
 
+    def spares_time(self) -> bool:
+        """Whether the engine's thread need not be fast while it launches this step; on any thread."""
+        ...
+
     def end_step(self) -> Callable[[], bool] | None:
         """A step was launched; returns what tells whether it is done, None if it is."""
         ...
@@ -154,6 +158,10 @@ class Capture:
 
     def begin_step(self) -> None:
         """Nothing is kept for a step."""
+
+    def spares_time(self) -> bool:
+        """There is no device."""
+        return False
 
     def end_step(self) -> None:
         """It is done."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from mapflow.kernels.blob_layout import align
@@ -116,6 +117,18 @@ class CaptureBuffer:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             yield
+
+    def to_host(self, *tensors: torch.Tensor) -> list[npt.NDArray[Any]]:
+        """Copies of what was launched on the current stream; waits for them alone, without the GIL."""
+        if self._stream is None:
+            return [tensor.numpy() for tensor in tensors]
+        copies = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors]
+        for target, source in zip(copies, tensors):
+            target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        event.synchronize()
+        return [copy.numpy() for copy in copies]
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Begin to copy what has been looked at, u8 [bytes], into page-locked memory; on any thread."""

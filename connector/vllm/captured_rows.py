@@ -21,7 +21,7 @@ from mapflow.connector.vllm.capture_buffer import ALIGNMENT, CaptureBuffer, Room
 from mapflow.kernels.attention_map import AttentionMap
 from mapflow.kernels.blob import read_blob
 from mapflow.kernels.blob_layout import Header, align
-from mapflow.kernels.blob_writer import pack_prologue, tile_code
+from mapflow.kernels.blob_writer import pack_prologues, seal, tile_code
 from mapflow.kernels.checksum import section_checksums
 from mapflow.kernels.head_sections import MeasuredRows
 from mapflow.kernels.map_join import join_rows
@@ -91,13 +91,12 @@ class Layout:
 class DeviceBlob:
     """A chunk's map whose head sections lie in a room on the device; a `capture.BlobSource`.
 
-    sections: u8 [bytes] of the room. row_counts: i32 [chunk_rows]. sizes, checksums: u64 [num_heads] of the sections.
+    prologue: u8 [prologue_bytes], to be sealed. is_measured: whether any row of it was. sections: u8 [bytes] of the
+    room.
     """
 
-    header: Header
-    row_counts: npt.NDArray[np.int32]
-    sizes: npt.NDArray[np.uint64]
-    checksums: npt.NDArray[np.uint64]
+    prologue: npt.NDArray[np.uint8]
+    is_measured: bool
     sections: torch.Tensor
     room: Room
     buffer: CaptureBuffer
@@ -105,12 +104,12 @@ class DeviceBlob:
     @property
     def num_bytes(self) -> int:
         """Of the blob."""
-        return self.header.prologue_bytes + self.sections.shape[0]
+        return len(self.prologue) + self.sections.shape[0]
 
     def begin(self, buffer: memoryview) -> None:
         """Start to copy the sections into page-locked memory."""
-        buffer[: self.header.prologue_bytes] = bytes(self.header.prologue_bytes)
-        count, begin = self.sections.shape[0], self.header.prologue_bytes
+        count, begin = self.sections.shape[0], len(self.prologue)
+        buffer[:begin] = bytes(begin)
         self.buffer.copy(self.sections, torch.frombuffer(buffer, dtype=torch.uint8, count=count, offset=begin))
 
     def end(self) -> None:
@@ -119,14 +118,14 @@ class DeviceBlob:
 
     def write(self, buffer: memoryview, identity: int) -> int:
         """Write what makes the blob valid."""
-        prologue = pack_prologue(self.header, self.row_counts, self.sizes, self.checksums, identity)
-        buffer[: len(prologue)] = prologue
+        seal(self.prologue, identity)
+        buffer[: len(self.prologue)] = self.prologue.data
         return self.num_bytes
 
     def on_host(self) -> AttentionMap:
         """The map itself; waits for the device."""
-        prologue = pack_prologue(self.header, self.row_counts, self.sizes, self.checksums, 0)
-        return read_blob(prologue + self.sections.cpu().numpy().tobytes())
+        seal(self.prologue, 0)
+        return read_blob(self.prologue.tobytes() + self.sections.cpu().numpy().tobytes())
 
 
 class Piece:
@@ -146,29 +145,34 @@ class Piece:
         data, layout = self._buffer.data(self._room), self._layout
         sections = layout.sections(data)
         with self._buffer.looking(self.ready):
-            checksums = section_checksums(sections, layout.ends(data))
-            table = data[: layout.num_bytes].cpu()
-            finite, ends = layout.finite(table).numpy(), layout.ends(table).numpy()
-            begin = 0
-            for part, own_ends, sums in zip(self._parts, ends, checksums):
-                part.is_cut = int(own_ends[-1]) > sections.shape[0]
-                if part.is_cut:
-                    continue
-                rows = part.rows
-                row_counts = np.zeros(layout.chunk_rows, dtype=np.int32)
-                row_counts[rows.row : rows.row + rows.num_rows] = finite[rows.slot : rows.slot + rows.num_rows]
-                blob = DeviceBlob(
-                    header=layout.header(rows.chunk_index),
-                    row_counts=row_counts * np.int32(layout.block),
-                    sizes=np.diff(own_ends, prepend=begin).astype(np.uint64),
-                    checksums=sums,
-                    sections=sections[begin : int(own_ends[-1])],
-                    room=self._room,
-                    buffer=self._buffer,
-                )
-                begin = int(own_ends[-1])
-                part.found = blob if rows.num_rows == layout.chunk_rows else blob.on_host()
-        self._buffer.shrink(self._room, layout.num_bytes + begin)
+            sums = section_checksums(sections, layout.ends(data))
+            finite, ends, sums = self._buffer.to_host(layout.finite(data), layout.ends(data), sums)
+        begins = np.concatenate([[0], ends.reshape(-1)[:-1]]).reshape(ends.shape)
+        row_counts = np.zeros((layout.num_parts, layout.chunk_rows), dtype=np.int32)
+        for own, part in zip(row_counts, self._parts):
+            rows = part.rows
+            own[rows.row : rows.row + rows.num_rows] = finite[rows.slot : rows.slot + rows.num_rows]
+        prologues = pack_prologues(
+            [layout.header(part.rows.chunk_index) for part in self._parts],
+            row_counts * np.int32(layout.block),
+            (ends - begins).astype(np.uint64),
+            sums.view(np.uint64),
+        )
+        last = 0
+        for number, (part, begin, end) in enumerate(zip(self._parts, begins[:, 0].tolist(), ends[:, -1].tolist())):
+            part.is_cut = end > sections.shape[0]
+            if part.is_cut:
+                continue
+            last = end
+            blob = DeviceBlob(
+                prologue=prologues[number],
+                is_measured=bool(row_counts[number].any()),
+                sections=sections[begin:end],
+                room=self._room,
+                buffer=self._buffer,
+            )
+            part.found = blob if part.rows.num_rows == layout.chunk_rows else blob.on_host()
+        self._buffer.shrink(self._room, layout.num_bytes + last)
         return int(ends[-1, -1])
 
 
@@ -185,7 +189,7 @@ class ChunkParts:
         """
         found = [part.found for part in self.parts if part.found is not None]
         if found and isinstance(found[-1], DeviceBlob):
-            return found[-1] if found[-1].row_counts.any() else None
+            return found[-1] if found[-1].is_measured else None
         maps = [one.on_host() if isinstance(one, DeviceBlob) else one for one in found]
         if not any(bool(one.measured.any()) for one in maps):
             return None

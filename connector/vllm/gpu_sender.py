@@ -42,7 +42,6 @@ class GpuSender:
             buffer=self._buffer,
             defer=self._with_arenas,
             counters=engine.counters,
-            hurry=publisher.resume,
             row_stride=config.row_stride,
         )
 

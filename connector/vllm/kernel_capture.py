@@ -8,9 +8,9 @@ publisher's thread has copied them. A block row counts once all of its rows were
 - With tiles, its queries are kept, at most `block - 1` rows, and measured together with the rest: which blocks are
   worth a tile is known only when the row is whole, and tiles need its queries.
 
-Masses are measured of every `row_stride`-th row with e4m3 keys. Tiles need every row's exact log-sum-exp. vLLM's own
-attention has it; where it was not said (rows that were cascaded, or reused in part), masses are measured of every row
-with exact keys, which costs as much as the layer's attention.
+Masses are measured of every `row_stride`-th row with e4m3 keys. Rows' exact log-sum-exps are known from vLLM's own
+attention; where it did not say them (rows that were cascaded, or reused in part), they are measured too. Tiles need
+those of every row, from exact keys, which then costs as much as the layer's attention.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 from mapflow.kernels.tiles import store_tiles
 from mapflow.kernels.upload import upload
 
+E4M3 = torch.float8_e4m3fn
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tiles:
@@ -61,15 +63,11 @@ class KernelCapture:
         buffer: CaptureBuffer,
         defer: Defer,
         counters: Counters,
-        hurry: Callable[[], None] = lambda: None,
         row_stride: int = 1,
     ) -> None:
-        """buffer: where results wait for `defer`'s thread to fetch them. hurry: called when it is full.
-
-        row_stride: a divisor of the block.
-        """
+        """buffer: where results wait for `defer`'s thread to fetch them. row_stride: a divisor of the block."""
         self._chunk_tokens, self._block, self._row_stride = chunk_tokens, block, row_stride
-        self._buffer, self._pieces = buffer, PieceStore(buffer, defer, counters, hurry)
+        self._buffer, self._pieces = buffer, PieceStore(buffer, defer, counters)
         self._states = CaptureStates(LayerState)
         self._tables = StepTables(block)
         self._all_factors: dict[tuple[tuple[int, ...] | None, int], torch.Tensor] = {}
@@ -77,6 +75,10 @@ class KernelCapture:
     def begin_step(self) -> None:
         """The last step's tables are of no use any more."""
         self._tables.clear()
+
+    def spares_time(self) -> bool:
+        """As `capture.StepCapture.spares_time`."""
+        return self._pieces.spares_time()
 
     def end_step(self) -> Callable[[], bool]:
         """As `capture.StepCapture.end_step`."""
@@ -115,7 +117,7 @@ class KernelCapture:
         if spans and tiled:
             self._measure_tiles(spans, want, query, kv, scale, row_lse)
         elif spans:
-            self._measure_masses(spans, want, query, kv, scale)
+            self._measure_masses(spans, want, query, kv, scale, row_lse)
         done: list[FinishedMap] = []
         for row in rows:
             for chunk in row.step.capture:
@@ -125,7 +127,13 @@ class KernelCapture:
         return done
 
     def _measure_masses(
-        self, spans: Sequence[Span], want: LayerWant, query: torch.Tensor, kv: PagedKV, scale: float
+        self,
+        spans: Sequence[Span],
+        want: LayerWant,
+        query: torch.Tensor,
+        kv: PagedKV,
+        scale: float,
+        row_lse: torch.Tensor | None,
     ) -> None:
         segments = [span.segment(span.fresh, span.end, span.at(span.fresh)) for span in spans]
         tables = self._tables.of(segments, query, kv, self._row_stride)
@@ -133,7 +141,7 @@ class KernelCapture:
         for span, slot in zip(spans, tables.slots):
             if span.first < span.fresh:
                 mass[slot, :, : span.partial.shape[1]] = span.partial
-        block_masses(query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse)
+        self._sum_masses(query, kv, tables, scale, mass, row_lse)
         for span, slot in zip(spans, tables.slots):
             begin = span.whole_end
             last = slot + span.num_whole
@@ -157,13 +165,27 @@ class KernelCapture:
             keep_rows(span, query, row_lse)
         if not whole:
             return
-        exact = rows.row_lse is None
-        tables = self._tables.of(rows.segments, rows.query, kv, 1 if exact else self._row_stride)
+        stride = 1 if rows.row_lse is None else self._row_stride
+        tables = self._tables.of(rows.segments, rows.query, kv, stride)
         mass = tables.no_mass()
-        keys = {"key_dtype": None} if exact else {}
-        block_masses(rows.query, kv, tables.tasks, scale=scale, mass=mass, row_lse=tables.row_lse, **keys)
-        lse = tables.row_lse if rows.row_lse is None else rows.row_lse
+        lse = self._sum_masses(rows.query, kv, tables, scale, mass, rows.row_lse, keys_for_lse=None)
         self._store(whole, tables, want, mass, _Tiles(rows.query, lse, kv, scale))
+
+    def _sum_masses(
+        self,
+        query: torch.Tensor,
+        kv: PagedKV,
+        tables: RowTables,
+        scale: float,
+        mass: torch.Tensor,
+        row_lse: torch.Tensor | None,
+        keys_for_lse: torch.dtype | None = E4M3,
+    ) -> torch.Tensor:
+        """Add to `mass`; returns log-sum-exps, measured from such keys where they are not known."""
+        known, lse = row_lse is not None, tables.row_lse if row_lse is None else row_lse
+        keys = E4M3 if known else keys_for_lse
+        block_masses(query, kv, tables.tasks, scale=scale, mass=mass, row_lse=lse, key_dtype=keys, is_lse_known=known)
+        return lse
 
     def _store(
         self,

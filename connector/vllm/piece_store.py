@@ -26,6 +26,7 @@ Defer = Callable[[Callable[[], None]], bool]
 """Runs a job on the publisher's thread, in order; False if it has too many waiting."""
 
 _POLL_S = 2e-4
+_AHEAD = 4  # layers; with so many launched, the GPU does not notice that the next one comes late
 _TILE_SHARE = 4  # one layer's tiles of a step take at most this part of the buffer
 _SMALL_SHARE = 64  # and that much even if tiles were few lately: of short prompts more blocks are worth one
 _MARGIN = 1.25  # of room over what tiles took lately
@@ -36,12 +37,20 @@ _NO_LIMIT = 2**31
 class PieceStore:
     """Of one worker."""
 
-    def __init__(self, buffer: CaptureBuffer, defer: Defer, counters: Counters, hurry: Callable[[], None]) -> None:
-        """hurry: called when room runs low."""
-        self._buffer, self._defer, self._counters, self._hurry = buffer, defer, counters, hurry
+    def __init__(self, buffer: CaptureBuffer, defer: Defer, counters: Counters) -> None:
+        self._buffer, self._defer, self._counters = buffer, defer, counters
         self._share = 1.0  # of all blocks, that tiles were lately kept of
-        self._launched: deque[Any] = deque(maxlen=2)  # events: the last pieces are there
+        self._launched: deque[Any] = deque(maxlen=_AHEAD)  # events: the last pieces are there
+        self._waits = self._is_short = False  # for room, and of it
         self._limits: dict[str, int] = {}  # request that has not ended -> first chunk whose tiles found no room
+
+    def spares_time(self) -> bool:
+        """Whether the engine's thread need not be fast now: the GPU has enough to do, or room is short."""
+        return self._waits or self._is_short or self._has_ahead(_AHEAD)
+
+    def _has_ahead(self, num_pieces: int) -> bool:
+        launched = tuple(self._launched)
+        return len(launched) >= num_pieces and not is_done(launched[-num_pieces])
 
     def end(self, request_id: str) -> None:
         """A request ended."""
@@ -89,14 +98,17 @@ class PieceStore:
             self._drop(parts)
 
     def _take(self, least: int, most: int) -> Room | None:
-        while True:
-            is_busy = len(self._launched) == 2 and not is_done(self._launched[0])
-            room = self._buffer.take(most if is_busy else least, most)
-            if room is None or self._buffer.num_free < most:
-                self._hurry()
-            if room is not None or not is_busy:
-                return room
-            time.sleep(_POLL_S)
+        try:
+            while True:
+                is_busy = self._has_ahead(2)
+                room = self._buffer.take(most if is_busy else least, most)
+                self._is_short = self._buffer.num_free < most
+                if room is not None or not is_busy:
+                    return room
+                self._waits = True
+                time.sleep(_POLL_S)
+        finally:
+            self._waits = False
 
     def _drop(self, parts: Sequence[ChunkPart]) -> None:
         """Parts that found no room; on any thread. Requests that only measure masses have no limit."""

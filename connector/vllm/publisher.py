@@ -2,8 +2,8 @@
 
 The first thread learns from a GPU what maps are made of, in the order in which it was handed over. Two more reserve,
 copy and commit: while one waits for the daemon the other one's maps are copied. They pause while a step is launched,
-and again when a prefill is done and the engine takes its outcome; and the interpreter, which runs them and the engine,
-switches between threads after half a millisecond instead of five.
+unless the GPU is well ahead, and again when a prefill is done and the engine takes its outcome; and the interpreter,
+which runs them and the engine, switches between threads after half a millisecond instead of five.
 
 A full queue, a full arena or a daemon that is away cost maps, never time: what cannot be published is dropped and
 counted.
@@ -36,6 +36,7 @@ _WRITERS = 2
 _WAITING = 4  # batches that no writer has begun; more of them wait in the queue
 _SWITCH_S = 5e-4
 _QUIET_S = 1e-2
+_POLL_S = 2e-3
 
 
 class Publisher:
@@ -48,6 +49,7 @@ class Publisher:
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
         self._may_run = threading.Event()
         self._may_run.set()
+        self._may_run_now: Callable[[], bool] = lambda: True
         self._is_done: Callable[[], bool] | None = None
         self._paused_until = self._quiet_until = 0.0
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="mapflow-writer")
@@ -69,8 +71,9 @@ class Publisher:
             return False
         return True
 
-    def pause(self) -> None:
-        """Begin nothing until `resume`, or for a second: the engine's thread needs Python for itself."""
+    def pause(self, may_run: Callable[[], bool] = lambda: False) -> None:
+        """Until `resume`, or for a second, begin only what `may_run` allows: the engine's thread needs Python."""
+        self._may_run_now = may_run
         self._paused_until = time.monotonic() + _LONGEST_PAUSE_S
         self._may_run.clear()
 
@@ -81,7 +84,8 @@ class Publisher:
 
     def _wait(self) -> None:
         """Until this thread may run."""
-        self._may_run.wait(max(0.0, self._paused_until - time.monotonic()))
+        while not (self._may_run.is_set() or self._may_run_now()) and time.monotonic() < self._paused_until:
+            self._may_run.wait(_POLL_S)
         is_done = self._is_done
         if is_done is not None and is_done():
             self._is_done, self._quiet_until = None, time.monotonic() + _QUIET_S

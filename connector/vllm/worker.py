@@ -86,7 +86,7 @@ class MapWorker:
             if self._captures:
                 self._step_wants = self._wants()
                 if self._publisher is not None:
-                    self._publisher.pause()
+                    self._publisher.pause(self._capture.spares_time)
 
     def end_step(self) -> dict[str, ReuseReport]:
         """Publish what the step finished; what was reused, by request."""
@@ -235,9 +235,7 @@ class MapWorker:
     def takes_row_lse(self, layer: int) -> bool:
         """Whether `measure` can use the log-sum-exps of this layer's rows in this step."""
         want = self._step_wants.get(layer)
-        if self._capture is None or want is None or not want.tile_top_p or not self._capture.takes_row_lse:
-            return False
-        return self._captures
+        return want is not None and self._captures and self._capture is not None and self._capture.takes_row_lse
 
     def measure(
         self, layer: int, query: torch.Tensor, kv: PagedKV, scale: float, row_lse: torch.Tensor | None = None

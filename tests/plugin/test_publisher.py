@@ -99,6 +99,17 @@ def test_a_paused_thread_begins_no_job() -> None:
     publisher.close(10.0)
 
 
+def test_a_paused_thread_runs_while_it_is_allowed_to() -> None:
+    publisher = Publisher(_Client(), "p", Counters(), capacity=8)  # type: ignore[arg-type]
+    allowed, done = threading.Event(), threading.Event()
+    publisher.pause(allowed.is_set)
+    assert publisher.defer(done.set)
+    assert not done.wait(0.1)
+    allowed.set()
+    assert done.wait(0.5), "long before the pause ends by itself"
+    publisher.close(10.0)
+
+
 def test_threads_are_quiet_while_the_engine_takes_an_outcome() -> None:
     publisher = Publisher(_Client(), "p", Counters(), capacity=8)  # type: ignore[arg-type]
     done, times = threading.Event(), list[float]()

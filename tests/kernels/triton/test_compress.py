@@ -108,6 +108,28 @@ def test_a_row_stride_measures_the_last_of_each_run(
     check_masses(batch, block, error_of, row_stride=row_stride, key_dtype=None)
 
 
+@pytest.mark.parametrize("key_dtype", [None, E4M3], ids=["exact", "e4m3"])
+@pytest.mark.parametrize(("row_stride", "group"), [(1, 3), (4, 1), (8, 4)])
+def test_log_sum_exps_that_are_known(
+    make_batch: Callable[..., Any], error_of: Callable[..., float], row_stride: int, group: int, key_dtype: Any
+) -> None:
+    """They are read where rows are measured, and left as they were."""
+    batch = make_batch((43, 64 * 35 + 5), (0, 70), group=group, kv_heads=2)
+    rows = batch.rows(64)
+    wanted, wanted_lse = exact(batch, 64, row_stride)
+    mass, _ = empty(batch, rows, wanted.shape[0])
+    tasks = MassTasks.build(rows, group=group, row_stride=row_stride)
+    known = wanted_lse.float().to(batch.device)
+    options = {"scale": batch.scale, "mass": mass, "key_dtype": key_dtype}
+    block_masses(batch.query, batch.kv, tasks, **options, row_lse=known, is_lse_known=True)
+    got, bound = mass.cpu(), BOUND[key_dtype] * math.sqrt(row_stride)
+    assert not got[wanted == 0].any()
+    assert error_of(got, wanted) < (bound if key_dtype is None else 5 * bound), "rounded keys shift whole rows"
+    sums = got.sum(-1, keepdim=True).clamp_min(1e-9)
+    assert error_of(got / sums * tasks.measured[:, None, None], wanted) < 1.5 * bound, "shares hardly do"
+    assert torch.equal(known.cpu().nan_to_num(), wanted_lse.float().nan_to_num())
+
+
 def test_more_than_one_round_of_columns(make_batch: Callable[..., Any], error_of: Callable[..., float]) -> None:
     """40 block columns: the notes are read 32 at a time."""
     batch = make_batch((64 * 39 - 5, 64 * 40 - 3), group=2, kv_heads=1, page_size=128)

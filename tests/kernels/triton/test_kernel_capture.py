@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mapflow.connector.counters import Counters
+from mapflow.connector.vllm import piece_store
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.capture import Capture, FinishedMap, HostBlob
 from mapflow.connector.vllm.capture_buffer import CaptureBuffer, Room
@@ -80,7 +81,6 @@ class Captures:
     counters: Counters = field(default_factory=Counters)
     jobs: list[Callable[[], None]] = field(default_factory=list)
     accepts: bool = True
-    on_full: Callable[[], None] = lambda: None
     row_stride: int = 1
     says_row_lse: Callable[[int], bool] = lambda step: False
     num_steps: int = 0
@@ -94,7 +94,6 @@ class Captures:
             buffer=self.buffer,
             defer=self._defer,
             counters=self.counters,
-            hurry=lambda: self.on_full(),
             row_stride=self.row_stride,
         )
 
@@ -376,13 +375,32 @@ def test_waits_for_room_while_the_gpu_has_work(device: torch.device, monkeypatch
         assert captures.step(Rows(0, 128 * step, 128 * step + 128))[0] != []
     captures.fetch()
     rest = [captures.buffer.take(0, captures.buffer.num_bytes)]
-    captures.on_full = rest.clear
+
+    def give_back(seconds: float) -> None:
+        assert captures.kernels.spares_time(), "the publisher's threads may run"
+        rest.clear()
+
+    monkeypatch.setattr(piece_store.time, "sleep", give_back)
+    assert not captures.kernels.spares_time()
     assert captures.step(Rows(0, 256, 384))[0] != [] and not rest, "waited, as the GPU was two pieces behind"
     captures.fetch()
     rest = [captures.buffer.take(0, captures.buffer.num_bytes)]
-    captures.on_full = lambda: setattr(ready[1], "is_done", True)
+    monkeypatch.setattr(piece_store.time, "sleep", lambda seconds: setattr(ready[1], "is_done", True))
     assert captures.step(Rows(0, 384, 512))[0] == [] and ready[1].is_done, "waited no longer than the GPU was busy"
     assert captures.counters.get("publish_dropped", "capture_busy") == 1
+
+
+def test_spares_time_with_four_pieces_launched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = Captures(Prompts(device, 512), MASSES)
+    ready: list[Event] = []
+    monkeypatch.setattr(captures.buffer, "ready", lambda: ready.append(Event()) or ready[-1])
+    ahead = []
+    for step in range(5):
+        captures.step(Rows(0, 0, 128, name=str(step)))
+        ahead.append(captures.kernels.spares_time())
+    assert ahead == [False, False, False, True, True]
+    ready[1].is_done = True
+    assert not captures.kernels.spares_time()
 
 
 def test_a_busy_thread_costs_maps_and_no_room(device: torch.device) -> None:

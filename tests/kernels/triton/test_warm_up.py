@@ -80,7 +80,9 @@ def test_nothing_compiles_after_the_warm_up(
         tasks = MassTasks.build(rows, group=group, row_stride=chance.choice((1, 4)))
         mass = torch.zeros(tasks.measured.shape[0], 6, rows.num_columns, device=device)
         lse = torch.zeros(6, batch.num_rows, device=device)
-        block_masses(batch.query, batch.kv, tasks, scale=0.1, mass=mass, row_lse=lse)
+        for is_lse_known in (False, True):
+            options: dict[str, Any] = {"scale": 0.1, "mass": mass, "row_lse": lse, "is_lse_known": is_lse_known}
+            block_masses(batch.query, batch.kv, tasks, **options)
         lay_out(select_by_mass(mass, rows, 0.9), rows, tasks, 4)
         assert not compiled
 
