@@ -146,7 +146,7 @@ class Piece:
         sections = layout.sections(data)
         with self._buffer.looking(self.ready):
             sums = section_checksums(sections, layout.ends(data))
-            finite, ends, sums = self._buffer.to_host(layout.finite(data), layout.ends(data), sums)
+            finite, ends, checksums = self._buffer.to_host(layout.finite(data), layout.ends(data), sums)
         begins = np.concatenate([[0], ends.reshape(-1)[:-1]]).reshape(ends.shape)
         row_counts = np.zeros((layout.num_parts, layout.chunk_rows), dtype=np.int32)
         for own, part in zip(row_counts, self._parts):
@@ -156,7 +156,7 @@ class Piece:
             [layout.header(part.rows.chunk_index) for part in self._parts],
             row_counts * np.int32(layout.block),
             (ends - begins).astype(np.uint64),
-            sums.view(np.uint64),
+            checksums.view(np.uint64),
         )
         last = 0
         for number, (part, begin, end) in enumerate(zip(self._parts, begins[:, 0].tolist(), ends[:, -1].tolist())):
