@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +26,7 @@ from mapflow.connector.namespace import Namespace
 from mapflow.v1.cache_pb2 import StatsResponse
 
 CHUNK_TOKENS = 512
+_T = TypeVar("_T")
 
 
 class Engine:
@@ -49,10 +51,12 @@ class Engine:
         """Until it serves."""
         self._answer()
 
-    def ask(self, prompt: Sequence[int], mapflow: dict[str, Any] | None, max_tokens: int = 1) -> dict[str, Any]:
-        """One request: {"ms", "report"}."""
+    def ask(
+        self, prompt: Sequence[int], mapflow: dict[str, Any] | None, max_tokens: int = 1, *, trace: bool = False
+    ) -> dict[str, Any]:
+        """One request: {"ms", "report"}, and "trace" if one is wanted."""
         assert self._process.stdin is not None
-        request = {"prompt": list(prompt), "mapflow": mapflow, "max_tokens": max_tokens}
+        request = {"prompt": list(prompt), "mapflow": mapflow, "max_tokens": max_tokens, "trace": trace}
         print(json.dumps(request), file=self._process.stdin, flush=True)
         return self._answer()
 
@@ -132,6 +136,14 @@ def settled(endpoint: str, still_s: float = 0.5) -> StatsResponse:
         elif time.monotonic() - since > still_s:
             return stats
         time.sleep(0.05)
+
+
+def orders(items: Sequence[_T], repeats: int, chance: random.Random) -> Iterator[list[_T]]:
+    """One for each repeat, the second of two the first one backwards: what a GPU did before tells in its clocks."""
+    order: list[_T] = []
+    for repeat in range(repeats):
+        order = order[::-1] if repeat % 2 else chance.sample(items, len(items))
+        yield order
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """What publishing costs a sender: `python benchmarks/publishing.py`, one command, real vLLM engines and a real daemon.
 
-A sender and plain vLLM answer in turn, in an order that changes, prompts that nobody has read. The sender publishes for
-nobody, for a receiver that is guided, or for one that translates; a receiver here is its registered interest. Prints a
-table and writes `benchmarks/results/publishing-<gpu>.json` with every sample. Weights are random and attention almost
-even, so the share of blocks that tiles are kept of is close to the top-p that the interest names.
+A sender and two engines of plain vLLM answer in turn, in an order that changes, prompts that nobody has read, each when
+all is still: what a GPU did just before tells in its clocks. The second plain engine shows how far two engines of one
+kind differ. The sender publishes for nobody, for a receiver that is guided, or for one that translates; a receiver here
+is its registered interest. Prints a table and writes `benchmarks/results/publishing-<gpu>.json` with every sample.
+Weights are random and attention almost even, so the share of blocks that tiles are kept of is close to the top-p that
+the interest names.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +36,26 @@ from mapflow.connector.wants import interest_of
 RESULTS = Path(__file__).parent / "results"
 
 
+PLAIN, AGAIN = "plain", "plain again"
+
+
 def settings(model: Path, endpoint: str, block: int, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Of both engines."""
+    """Of the engines."""
     extra = {"endpoint": endpoint, "block": block, "chunk_tokens": CHUNK_TOKENS, "publish_queue": 4096}
     transfer = {"kv_connector": "mapflow", "kv_role": "kv_producer", "kv_connector_extra_config": extra}
     common = {"model": str(model), "engine": engine_options(arguments), "online_density": None}
-    return {"plain": {**common, "transfer": None}, "sender": {**common, "transfer": transfer}}
+    plain = {**common, "transfer": None}
+    return {PLAIN: plain, AGAIN: plain, "sender": {**common, "transfer": transfer}}
+
+
+@dataclass
+class Samples:
+    """Of one mode at one context: prefills, and what became of each prompt's maps."""
+
+    ms: list[float] = field(default_factory=list)
+    published: list[float] = field(default_factory=list)
+    reusable: list[float] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
 
 
 def measure(
@@ -50,53 +66,49 @@ def measure(
     seeds: random.Random,
     arguments: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Each mode in turn, against plain vLLM within the same repeats, after one round that does not count."""
-    cases = []
-    for mode, plan in plans.items():
-        client.set_interests([interest_of(plan, plan.namespace())] if plan is not None else [])
-        time.sleep(0.5)  # until the sender knows
-        samples: dict[str, list[float]] = {name: [] for name in running}
-        prompts: dict[str, list[int]] = {}
-        settled(client.config.endpoint)
-        published, reusable, num_bytes = [], [], []
-        for repeat in range(arguments.repeats + 1):
-            for name in seeds.sample(sorted(running), len(running)):
-                prompts[name] = make_prompt(context, seeds.randrange(1 << 30))
-                ms = running[name].ask(prompts[name], None)["ms"]
-                if repeat:
-                    samples[name].append(ms)
+    """Plain vLLM, twice, and the sender in each mode, in turn; one round does not count."""
+    samples = {mode: Samples() for mode in (PLAIN, AGAIN, *plans)}
+    for repeat in range(arguments.repeats + 1):
+        for mode in seeds.sample(sorted(samples), len(samples)):
+            plan, prompt = plans.get(mode), make_prompt(context, seeds.randrange(1 << 30))
+            client.set_interests([interest_of(plan, plan.namespace())] if plan is not None else [])
             settled(client.config.endpoint)
-            if repeat and plan is not None:
-                share, common, size = found(client, plan, prompts["sender"])
-                published.append(share)
-                reusable.append(common)
-                num_bytes.append(size)
-        ms, full = (statistics.median(samples[name]) for name in ("sender", "plain"))
-        cases.append(
-            {
-                "context": context,
-                "mode": mode,
-                "prefill_ms": round(ms, 2),
-                "full_ms": round(full, 2),
-                "change_percent": round(100 * (ms / full - 1), 2),
-                "published_share": round(statistics.mean(published or [0.0]), 3),
-                "reusable_share": round(statistics.mean(reusable or [0.0]), 3),
-                "published_mb": round(statistics.mean(num_bytes or [0.0]) / 1e6, 1),
-                "reusable_samples": reusable,
-                "samples": [round(one, 2) for one in samples["sender"]],
-                "full_samples": [round(one, 2) for one in samples["plain"]],
-            }
-        )
+            ms = running[mode if mode in running else "sender"].ask(prompt, None)["ms"]
+            settled(client.config.endpoint)
+            if repeat:
+                samples[mode].ms.append(ms)
+                if plan is not None:
+                    found(client, plan, prompt, samples[mode])
+    cases = [_case(context, mode, samples) for mode in samples if mode != PLAIN]
+    for case in cases:
         print(
-            f"{mode:8} {context:7} {ms:9.2f} {cases[-1]['change_percent']:+7.1f}% "
-            f"{100 * cases[-1]['published_share']:6.1f}% {100 * cases[-1]['reusable_share']:6.1f}% "
-            f"{cases[-1]['published_mb']:9.1f} MB",
+            f"{case['mode']:11} {context:7} {case['prefill_ms']:9.2f} {case['change_percent']:+7.1f}% "
+            f"{100 * case['published_share']:6.1f}% {100 * case['reusable_share']:6.1f}% "
+            f"{case['published_mb']:9.1f} MB",
             flush=True,
         )
     return cases
 
 
-def found(client: Client, plan: Plan, prompt: list[int]) -> tuple[float, float, int]:
+def _case(context: int, mode: str, samples: dict[str, Samples]) -> dict[str, Any]:
+    own, plain = samples[mode], samples[PLAIN].ms
+    ms, full = statistics.median(own.ms), statistics.median(plain)
+    return {
+        "context": context,
+        "mode": mode,
+        "prefill_ms": round(ms, 2),
+        "full_ms": round(full, 2),
+        "change_percent": round(100 * (ms / full - 1), 2),
+        "published_share": round(statistics.mean(own.published or [0.0]), 3),
+        "reusable_share": round(statistics.mean(own.reusable or [0.0]), 3),
+        "published_mb": round(statistics.mean(own.num_bytes or [0.0]) / 1e6, 1),
+        "reusable_samples": own.reusable,
+        "samples": [round(one, 2) for one in own.ms],
+        "full_samples": [round(one, 2) for one in plain],
+    }
+
+
+def found(client: Client, plan: Plan, prompt: list[int], into: Samples) -> None:
     """Of a prompt's chunks: the share that lies there without a gap, layer by layer and in all layers; their bytes."""
     keys, model = plan.namespace().chunk_keys(prompt), plan.sender.model_id
     wants = [Want(model=model, layers=(layer,)) for layer in plan.map_layers]
@@ -108,8 +120,9 @@ def found(client: Client, plan: Plan, prompt: list[int]) -> tuple[float, float, 
             num_bytes += sum(extent.num_bytes for extents in hit.extents for extent in extents)
         client.release([result.lease] if result.lease is not None else [])
     together = client.lookup(keys, [Want(model=model, layers=plan.map_layers)], 0.0).result().hits
-    common = max((hit.num_chunks for hit in together), default=0)
-    return num_chunks / (len(keys) * len(wants)), common / len(keys), num_bytes
+    into.published.append(num_chunks / (len(keys) * len(wants)))
+    into.reusable.append(max((hit.num_chunks for hit in together), default=0) / len(keys))
+    into.num_bytes.append(num_bytes)
 
 
 def main() -> None:
@@ -136,7 +149,7 @@ def main() -> None:
         running = stack.enter_context(started(settings(model, endpoint, block, arguments), arguments.logs or folder))
         some = next(plan for plan in plans.values() if plan is not None)
         client = stack.enter_context(connected(endpoint, some.namespace(), None))
-        print(f"{'for':8} {'context':>7} {'ms':>9} {'change':>8} published reusable")
+        print(f"{'for':11} {'context':>7} {'ms':>9} {'change':>8} published reusable")
         seeds = random.Random(1)
         for context in arguments.contexts:
             report["cases"] += measure(running, client, plans, context, seeds, arguments)

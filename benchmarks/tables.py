@@ -20,6 +20,7 @@ PERFORMANCE = ROOT / "docs" / "performance.md"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels-nvidia-h200.json"
 TTFT = ROOT / "benchmarks" / "results" / "ttft-nvidia-h200.json"
 TTFT_SMALL = ROOT / "benchmarks" / "results" / "ttft-qwen3-1.7b-nvidia-h200.json"
+TRACE = ROOT / "benchmarks" / "results" / "trace-nvidia-h200.json"
 PUBLISHING = ROOT / "benchmarks" / "results" / "publishing-nvidia-h200.json"
 FP8 = ROOT / "benchmarks" / "results" / "fp8-quality.json"
 Case = dict[str, Any]
@@ -145,6 +146,8 @@ def end_to_end() -> dict[str, str]:
         found |= {f"ttft {name}": table(*make(report)) for name, make in ttft_tables.TTFT.items()}
     if TTFT_SMALL.exists():
         found["ttft qwen3-1.7b"] = table(*ttft_tables.ttft(json.loads(TTFT_SMALL.read_text())))
+    if TRACE.exists():
+        found["trace"] = table(*ttft_tables.trace(json.loads(TRACE.read_text())))
     if PUBLISHING.exists():
         found["publishing"] = table(*ttft_tables.publishing(json.loads(PUBLISHING.read_text())))
     return found

@@ -24,7 +24,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, settled, started
+from engines import (
+    CHUNK_TOKENS,
+    Engine,
+    add_options,
+    connected,
+    daemon,
+    engine_options,
+    header,
+    orders,
+    settled,
+    started,
+)
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
 
 from kernels import write_report
@@ -121,8 +132,8 @@ def measure(
         _check(one, context, reports)
     samples: dict[Variant, list[float]] = {one: [] for one in wanted}
     chance = random.Random(context)
-    for repeat in range(repeats):
-        for one in chance.sample(wanted, len(wanted)):  # what a GPU did before tells in its clocks
+    for repeat, order in enumerate(orders(wanted, repeats, chance)):
+        for one in order:
             samples[one].append(ask(one, 100 + repeat, report=False)["ms"])
     full = statistics.median(samples[wanted[0]])
     return [_case(one, context, samples[one], full, ask(one, 1000, report=True)["report"]) for one in wanted]
@@ -187,7 +198,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 8192, 16384, 32768])
     parser.add_argument("--guide-density", type=float, default=0.1)
     parser.add_argument("--translate-density", type=float, default=0.05)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--arena", default="48GiB", help="of the daemon; translate at 32k tokens needs 30 GB")
     parser.add_argument("--gpu-arena", default="40GiB", help="of the daemon on the GPU; empty for none")
     add_options(parser)

@@ -1,7 +1,8 @@
 """One vLLM engine that answers the TTFT benchmark: requests as JSON lines on stdin, times as JSON lines on stdout.
 
 `python ttft_engine.py SETTINGS`: {"model", "engine": keyword arguments, "transfer": KV transfer settings or null,
-"online_density": of the rival, or null}. A request is {"prompt", "mapflow", "max_tokens"}; the answer {"ms", "report"}.
+"online_density": of the rival, or null}. A request is {"prompt", "mapflow", "max_tokens", "trace"}; the answer {"ms",
+"report"}, and if "trace" is set, {"trace"} as in `gpu_trace.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
+
+from gpu_trace import traced
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # no process in between that would add to what is measured
 
@@ -82,11 +88,17 @@ def main() -> None:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
         if not engine.reset_prefix_cache():
             raise RuntimeError("the prefix cache cannot be emptied while a request runs")
+        prompt = {"prompt_token_ids": request["prompt"]}
+        outputs: list[Any] = []
+
+        def generate(prompt: Any = prompt, params: Any = params, outputs: list[Any] = outputs) -> None:
+            outputs.extend(engine.generate(prompt, params, use_tqdm=False))
+
         start = time.perf_counter()
-        (output,) = engine.generate({"prompt_token_ids": request["prompt"]}, params, use_tqdm=False)
+        trace = {"trace": traced(generate)} if request["trace"] else generate() or {}
         ms = 1e3 * (time.perf_counter() - start)
-        report = (output.kv_transfer_params or {}).get("mapflow")
-        print(json.dumps({"ms": ms, "report": report}), file=answers, flush=True)
+        report = (outputs[0].kv_transfer_params or {}).get("mapflow")
+        print(json.dumps({"ms": ms, "report": report, **trace}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from kernel_inputs import keep_blocks
 from safetensors.torch import save_file
 
@@ -28,7 +27,7 @@ from mapflow.connector.tokenizer import tokenizer_fingerprint
 from mapflow.connector.vllm.map_identity import map_identity
 from mapflow.kernels import blob_layout
 from mapflow.kernels.attention_map import AttentionMap, TileSet
-from mapflow.kernels.blob_writer import blob_num_bytes, write_blob
+from mapflow.kernels.blob_writer import blob_num_bytes, seal, write_blob
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "pair" / "receiver"
 KEPT = 0.9999  # top-p over masses that are 0 or all alike: every block with a mass
@@ -195,14 +194,12 @@ def _blob(mask: torch.Tensor, chunk: int, block: int, with_tiles: bool) -> bytea
 def _pending(data: bytearray, key: bytes, parent: bytes, layer: int, producer: Producer) -> PendingBlob:
     """The same bytes as those of another entry: identity and checksum are its own."""
     header = blob_layout.Header.unpack(bytes(data[: blob_layout.HEADER_BYTES]))
-    prologue = bytearray(data[: header.prologue_bytes])
-    prologue[48:56] = map_identity(key, producer.id, layer).to_bytes(8, "little")
-    prologue[blob_layout.CHECKSUM_FIELD] = bytes(8)
-    prologue[blob_layout.CHECKSUM_FIELD] = xxhash.xxh3_64_intdigest(prologue).to_bytes(8, "little")
+    prologue = np.frombuffer(data, dtype=np.uint8, count=header.prologue_bytes).copy()
+    seal(prologue, map_identity(key, producer.id, layer))
 
     def write(buffer: memoryview) -> int:
         buffer[len(prologue) : len(data)] = data[len(prologue) :]
-        buffer[: len(prologue)] = prologue
+        buffer[: len(prologue)] = prologue.data
         return len(data)
 
     return PendingBlob(key=key, parent_key=parent, layer=layer, num_bytes=len(data), write=write)

@@ -79,22 +79,35 @@ def decode(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def publishing(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: a sender's prefill, by whom it publishes for."""
-    names = {"nobody": "nobody", "guide": "guide: masses", "translate": f"translate: tiles, top-p {report['top_p']:g}"}
-    rows = [
-        [
-            f"{case['context']:,}",
-            names[case["mode"]],
-            f"{case['full_ms']:.1f}",
-            f"{case['prefill_ms']:.1f}",
-            f"{case['change_percent']:+.1f} %",
-            f"{100 * case['published_share']:.0f} %" if case["mode"] != "nobody" else "",
-            f"{100 * case['reusable_share']:.0f} %" if "reusable_share" in case and case["mode"] != "nobody" else "",
-            f"{case['published_mb']:,.0f}" if case["mode"] != "nobody" else "",
-        ]
-        for case in report["cases"]
-    ]
+    names = {
+        "plain again": "plain vLLM, another engine",
+        "nobody": "a sender, for nobody",
+        "guide": "for guide: masses",
+        "translate": f"for translate: tiles, top-p {report['top_p']:g}",
+    }
+    idle = {case["context"]: case["prefill_ms"] for case in report["cases"] if case["mode"] == "nobody"}
+    rows = []
+    for case in report["cases"]:
+        times = [f"{case[name]:.1f}" for name in ("full_ms", "prefill_ms")]
+        row = [f"{case['context']:,}", names[case["mode"]], *times, f"{case['change_percent']:+.1f} %"]
+        if case["published_mb"]:
+            row.append(f"{100 * (case['prefill_ms'] / idle[case['context']] - 1):+.1f} %")
+            row += [f"{100 * case[name]:.0f} %" for name in ("published_share", "reusable_share")]
+            row.append(f"{case['published_mb']:,.0f}")
+        rows.append(row + [""] * (9 - len(row)))
+    changes = ["to plain", "to the same engine for nobody"]
     columns = ["published of what is wanted", "of the prompt, from its start, in all layers", "MB a prompt"]
-    return ["context", "for", "plain, ms", "sender, ms", "change", *columns], rows
+    return ["context", "", "plain, ms", "median, ms", *changes, *columns], rows
+
+
+def trace(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: where the GPU's time goes in a prefill."""
+    kinds = sorted({kind for case in report["cases"] for kind in case["kinds"]})
+    rows = []
+    for case in report["cases"]:
+        cells = [f"{case['kinds'].get(kind, 0.0):.1f}" for kind in kinds]
+        rows.append([f"{case['context']:,}", case["mode"], f"{case['busy_ms']:.1f}", f"{case['span_ms']:.1f}", *cells])
+    return ["context", "", "busy, ms", "from first to last", *kinds], rows
 
 
 TTFT = {"aims": ttft_aims, "all": ttft, "rival": rival, "decode": decode}

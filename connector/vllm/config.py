@@ -42,7 +42,7 @@ class ConnectorConfig:
         gpu_tier: whether maps that the daemon has copied to this GPU are read in place.
         row_stride: a sender on a GPU measures every so-manieth row's masses; a divisor of the block.
         capture_bytes: GPU memory in which a sender's maps wait to be copied to the host, on top likewise; 0 for what
-            the plans need as a rule (256 MiB for guide or without plans, 2 GiB with translate).
+            the plans need as a rule (256 MiB for plans without translate, else a 32nd of the GPU's memory).
     """
 
     endpoint: str = DEFAULT_ENDPOINT

@@ -18,7 +18,7 @@ from mapflow.kernels.tile_codec import TILE_DTYPES
 from mapflow.kernels.warm_up import Warmer
 
 _MASS_BYTES = 256 << 20
-_TILE_BYTES = 2 << 30  # eight layers of Qwen3-8B's tiles at 16k tokens and density 0.05
+_TILE_SHARE = 32  # of the GPU's memory: twelve layers of Qwen3-8B's tiles at 16k tokens and density 0.05 on an H200
 
 
 class GpuSender:
@@ -32,7 +32,8 @@ class GpuSender:
                 rule; without a plan receivers may want tiles.
         """
         config, namespace = engine.config, engine.namespace
-        usual = _TILE_BYTES if engine.may_want_tiles else _MASS_BYTES
+        memory = torch.cuda.get_device_properties(arenas.device).total_memory
+        usual = memory // _TILE_SHARE if engine.may_want_tiles else _MASS_BYTES
         self._namespace, self._row_stride = namespace, config.row_stride
         self._client, self._arenas, self._defer = engine.client, arenas, publisher.defer
         self._buffer = CaptureBuffer(config.capture_bytes or usual, arenas.device)
