@@ -10,41 +10,24 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.config import CalibrationConfig, CalibrationError, first_line
+from mapflow.calibration.cost import CostModel
 from mapflow.calibration.document_pass import add_document, sample_rows
 from mapflow.calibration.layer_map import LayerFit, fit_layers
-from mapflow.calibration.models import ModelFacts, load_model, read_facts
+from mapflow.calibration.models import ModelFacts, layer_shape, load_model, read_facts
 from mapflow.calibration.normal_equations import NormalEquations, load_checkpoint, save_checkpoint
+from mapflow.calibration.planned_run import planned
+from mapflow.calibration.progress import Progress, ProgressCallback
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.tokenizer import first_difference, tokenizer_fingerprint
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a run stands.
-
-    Attributes:
-        documents_done: documents in the sums, those of an earlier, interrupted run included.
-        documents_total: documents in all.
-        remaining_s: seconds still expected; None before the first document of this run.
-        note: one line for the user, empty when there is nothing new to say.
-    """
-
-    documents_done: int
-    documents_total: int
-    remaining_s: float | None = None
-    note: str = ""
-
-
-ProgressCallback = Callable[[Progress], None]
 
 
 def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = None) -> Plan:
@@ -62,23 +45,39 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
     if not config.out.parent.is_dir():
         raise CalibrationError(f"the plan's folder {config.out.parent} does not exist; make it first")
     sender, receiver = read_facts(config.sender), read_facts(config.receiver)
-    documents = _documents(config, sender, receiver)
+    documents, held_out = _split(config, _documents(config, sender, receiver))
     empty = _empty_equations(config, sender, receiver)
     digest = _digest(config, fingerprint, sender, receiver, documents)
     equations, done, note = _resume(config, empty, digest)
-    report(Progress(documents_done=done, documents_total=len(documents), note=note))
-    if done < len(documents):
-        report(Progress(documents_done=done, documents_total=len(documents), note="loading both models"))
-        models = [
-            ObservedModel(load_model(facts, device=config.device, dtype=config.model_dtype))
-            for facts in (sender, receiver)
-        ]
-        _accumulate(config, equations, documents, done, digest, models[0], models[1], report)
-    fits = fit_layers(equations, heads_per_head=config.heads_per_head)
-    plan = build_plan(config, fingerprint, sender, receiver, fits)
+    report(Progress(done=done, total=len(documents), note=note))
+    if done < len(documents) or config.is_planned:
+        report(Progress(done=done, total=len(documents), note="loading both models"))
+        loaded = [load_model(facts, device=config.device, dtype=config.model_dtype) for facts in (sender, receiver)]
+        shape = layer_shape(loaded[1], receiver)
+        models = (ObservedModel(loaded[0]), ObservedModel(loaded[1]))
+        _accumulate(config, equations, documents, done, digest, *models, report)
+    if config.is_planned:
+        cost = CostModel(shape, sender.spec, config.context)
+        build = partial(build_plan, config, fingerprint, sender, receiver)
+        plan = planned(config, equations, build, models, held_out, cost, report)
+    else:
+        fits = fit_layers(equations, heads_per_head=config.heads_per_head)
+        plan = build_plan(config, fingerprint, sender, receiver, config.mode, fits)
     plan.save(config.out)
     config.checkpoint.unlink(missing_ok=True)
     return plan
+
+
+def _split(config: CalibrationConfig, documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Those that are fitted and, where a budget is to be kept, those that judge: every fourth, at least one."""
+    if not config.is_planned:
+        return documents, []
+    if len(documents) < 2:
+        raise CalibrationError(
+            f"{config.texts} holds {len(documents)} usable document; a budget needs two or more, to fit and to judge"
+        )
+    held_out = documents[3::4] or documents[-1:]
+    return [ids for ids in documents if ids not in held_out], held_out
 
 
 def check_tokenizers(sender: Path, receiver: Path) -> str:
@@ -104,20 +103,25 @@ def check_tokenizers(sender: Path, receiver: Path) -> str:
 
 
 def build_plan(
-    config: CalibrationConfig, fingerprint: str, sender: ModelFacts, receiver: ModelFacts, fits: dict[int, LayerFit]
+    config: CalibrationConfig,
+    fingerprint: str,
+    sender: ModelFacts,
+    receiver: ModelFacts,
+    mode: Mode,
+    fits: Mapping[int, LayerFit],
 ) -> Plan:
-    """Turn fits into a plan; receiver layers without one compute."""
+    """Turn fits into a plan in which every layer does the same; receiver layers without a fit compute."""
     layers = [LayerPlan(mode=Mode.COMPUTE) for _ in range(receiver.spec.num_layers)]
     for number, fit in fits.items():
         layers[number] = LayerPlan(
-            mode=config.mode,
+            mode=mode,
             sender_layer=fit.sender_layer,
             top_p=config.top_p,
             sink_blocks=config.sink_blocks,
             local_blocks=config.local_blocks,
             error=fit.error,
         )
-    translates = config.mode is Mode.TRANSLATE
+    translates = mode is Mode.TRANSLATE
     return Plan(
         name=config.out.stem,
         tokenizer_fingerprint=fingerprint,
@@ -211,8 +215,8 @@ def _accumulate(
         spent = (time.monotonic() - started) / sum(costs[done : number + 1])
         report(
             Progress(
-                documents_done=number + 1,
-                documents_total=len(documents),
+                done=number + 1,
+                total=len(documents),
                 remaining_s=spent * sum(costs[number + 1 :]),
             )
         )

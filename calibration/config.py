@@ -7,6 +7,7 @@ and models through the one exception defined here, whose message is a single lin
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -16,7 +17,7 @@ BLOCKS = (64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 TILE_DTYPES = ("e4m3", "bf16")
 PLAN_SUFFIX = ".safetensors"
-_NOT_IN_DIGEST = ("out", "device")
+_NOT_IN_DIGEST = ("out", "device", "max_kl", "target_ttft", "context")  # what the sums do not depend on
 
 
 class CalibrationError(ValueError):
@@ -49,6 +50,10 @@ class CalibrationConfig:
         max_tokens: a document's tokens beyond these are cut off.
         row_fraction: share of token rows, chosen at random, that enter the normal equations, in (0, 1].
         seed: seed of that choice.
+        max_kl: each layer's mode and p are chosen so that the plan is the fastest whose prefix KL on held-out texts is
+            at most this, in nats; `mode` and `top_p` then mean nothing.
+        target_ttft: the same, for the best plan that takes at most this share of the prefill's time without reuse.
+        context: tokens of the prefill that those times are of.
         device: torch device that runs both models.
         dtype: dtype of both models' weights; None: float32 on a CPU, bfloat16 elsewhere.
     """
@@ -69,6 +74,9 @@ class CalibrationConfig:
     max_tokens: int = 2048
     row_fraction: float = 1.0
     seed: int = 0
+    max_kl: float | None = None
+    target_ttft: float | None = None
+    context: int = 16384
     device: str = "cpu"
     dtype: str | None = None
 
@@ -101,13 +109,28 @@ class CalibrationConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise CalibrationError(f"{name} must be at least {least}, got {value}")
-        if self.mode is Mode.GUIDE and self.heads_per_head is not None:
+        if self.max_kl is not None and self.target_ttft is not None:
+            raise CalibrationError("max_kl and target_ttft cannot both be kept; give one of them")
+        if self.max_kl is not None and not 0.0 <= self.max_kl < math.inf:
+            raise CalibrationError(f"max_kl must be a number of nats, at least 0, got {self.max_kl}")
+        if self.target_ttft is not None and not 0.0 < self.target_ttft <= 1.0:
+            raise CalibrationError(
+                f"target_ttft must be a share of the time without reuse, in (0, 1], got {self.target_ttft}"
+            )
+        if self.context < self.block:
+            raise CalibrationError(f"context must be at least one block ({self.block}), got {self.context}")
+        if self.mode is Mode.GUIDE and self.heads_per_head is not None and not self.is_planned:
             raise CalibrationError("heads_per_head is for translate; guide combines the masses of every sender head")
 
     @property
     def model_dtype(self) -> str:
         """Name of the torch dtype that the models run in."""
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether each layer's mode is chosen by a budget."""
+        return self.max_kl is not None or self.target_ttft is not None
 
     @property
     def checkpoint(self) -> Path:

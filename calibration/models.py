@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from mapflow.calibration.config import CalibrationError, first_line
+from mapflow.calibration.cost import LayerShape
 from mapflow.connector.model_identity import model_id
 from mapflow.connector.plan import ModelSpec
 
@@ -69,6 +70,15 @@ def read_facts(directory: Path) -> ModelFacts:
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
     )
+
+
+def layer_shape(model: PreTrainedModel, facts: ModelFacts) -> LayerShape:
+    """What a layer of the model holds, on average."""
+    layers = model.get_decoder().layers
+    num_params = sum(one.numel() for one in layers.parameters()) // len(layers)
+    spec, hidden = facts.spec, model.get_decoder().config.hidden_size
+    attention = 2 * hidden * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    return LayerShape(spec=spec, hidden=hidden, mlp_params=max(0, num_params - attention))
 
 
 def _full_layers(config: PretrainedConfig) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mapflow.calibration import calibrate as run
 from mapflow.calibration.config import CalibrationConfig
 from mapflow.calibration.inspect import plan_table
+from mapflow.calibration.progress import Progress as Report
 
 
 def run_calibration(config: CalibrationConfig) -> None:
@@ -22,11 +23,12 @@ def run_calibration(config: CalibrationConfig) -> None:
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("documents", total=None, left="")
 
-        def show(progress: run.Progress) -> None:
+        def show(progress: Report) -> None:
             if progress.note:
                 bar.console.print(progress.note)
             left_s = "" if progress.remaining_s is None else f"about {progress.remaining_s:.0f} s left"
-            bar.update(task, completed=progress.documents_done, total=progress.documents_total, left=left_s)
+            if progress.total:
+                bar.update(task, description=progress.stage, completed=progress.done, total=progress.total, left=left_s)
 
         plan = run.calibrate(config, show)
     Console().print(plan_table(plan))

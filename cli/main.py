@@ -119,6 +119,13 @@ def calibrate(
     max_tokens: Annotated[int, typer.Option(help="Tokens beyond these are cut off each document.")] = 2048,
     row_fraction: Annotated[float, typer.Option(help="Share of token rows that enter the fit.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice of rows.")] = 0,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Choose each layer's mode: the fastest plan within this prefix KL, in nats.")
+    ] = None,
+    target_ttft: Annotated[
+        float | None, typer.Option(help="Choose each layer's mode: the best plan within this share of a full prefill.")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of the prefill that is to be fast.")] = 16384,
     device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
 ) -> None:
@@ -145,6 +152,9 @@ def calibrate(
             max_tokens=max_tokens,
             row_fraction=row_fraction,
             seed=seed,
+            max_kl=max_kl,
+            target_ttft=target_ttft,
+            context=context,
             device=device,
             dtype=dtype,
         )

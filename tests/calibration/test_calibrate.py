@@ -13,9 +13,10 @@ transformers = pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
-from mapflow.calibration.calibrate import Progress, calibrate  # noqa: E402
+from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
 from mapflow.calibration.inspect import plan_table  # noqa: E402
+from mapflow.calibration.progress import Progress  # noqa: E402
 from mapflow.connector.plan import Mode, Plan, load_plan  # noqa: E402
 
 
@@ -73,9 +74,9 @@ def test_plan_describes_the_pair_and_survives_the_file(pair, tmp_path: Path) -> 
     assert [layer.mode for layer in plan.layers] == [Mode.COMPUTE, Mode.GUIDE, Mode.GUIDE]
     assert all(0 < layer.error <= 1 and layer.sink_blocks == 2 and layer.local_blocks == 3 for layer in plan.layers[1:])
     assert [entry.name for entry in tmp_path.iterdir()] == ["pair.safetensors"]
-    assert [progress.documents_done for progress in seen] == [0, 0, 1, 2, 3, 4]
+    assert [progress.done for progress in seen] == [0, 0, 1, 2, 3, 4]
     assert [progress.note for progress in seen] == ["", "loading both models", "", "", "", ""]
-    assert {progress.documents_total for progress in seen} == {4}
+    assert {progress.total for progress in seen} == {4}
     assert seen[1].remaining_s is None and seen[2].remaining_s and seen[-1].remaining_s == 0
 
 
@@ -85,7 +86,7 @@ class Interrupted(Exception):
 
 def interrupt_after(documents: int):
     def progress(state: Progress) -> None:
-        if state.documents_done == documents:
+        if state.done == documents:
             raise Interrupted
 
     return progress
@@ -100,7 +101,7 @@ def test_an_interrupted_run_resumes_to_the_identical_plan(pair, tmp_path: Path) 
     assert config.checkpoint.exists() and not config.out.exists()
     seen: list[Progress] = []
     resumed = calibrate(config, seen.append)
-    assert [progress.documents_done for progress in seen] == [2, 2, 3, 4]
+    assert [progress.done for progress in seen] == [2, 2, 3, 4]
     assert "resuming after 2 documents" in seen[0].note
     assert same(whole, resumed)
     assert not config.checkpoint.exists()
@@ -113,7 +114,7 @@ def test_a_checkpoint_of_another_run_is_discarded_with_a_word(pair, tmp_path: Pa
     seen: list[Progress] = []
     changed = replace(config, row_fraction=0.5)
     plan = calibrate(changed, seen.append)
-    assert seen[0].documents_done == 0
+    assert seen[0].done == 0
     assert "p.partial.safetensors was left by a run with other models, texts or options" in seen[0].note
     assert same(plan, calibrate(replace(changed, out=tmp_path / "fresh.safetensors")))
 
@@ -190,7 +191,7 @@ def test_messages_and_plain_text_are_read(pair, tmp_path: Path, texts_of) -> Non
     for texts, expected in ((chat, 2), (plain, 3)):
         seen: list[Progress] = []
         calibrate(config_of(pair, tmp_path / f"{texts.stem}.safetensors", texts=texts, max_tokens=256), seen.append)
-        assert seen[-1].documents_total == expected  # the third of the plain text is its rest of 68 tokens
+        assert seen[-1].total == expected  # the third of the plain text is its rest of 68 tokens
 
 
 @pytest.mark.parametrize(
