@@ -7,9 +7,10 @@ each other, so the rates need not be those of the GPU that serves it; `benchmark
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mapflow.connector.plan import LayerPlan, Mode, ModelSpec
+from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan
 
 _TILE_BYTES = {"e4m3": 1, "bf16": 2}
 
@@ -88,6 +89,25 @@ class CostModel:
         """A layer's Q projection."""
         spec = self._shape.spec
         return 2.0 * self._context * self._shape.hidden * spec.head_dim * spec.num_heads / self.rates.matmul_flops
+
+    @property
+    def full_s(self) -> float:
+        """All layers, without reuse."""
+        return self._shape.spec.num_layers * (self.rest_s + self.query_s + self.full_attention_s)
+
+    def of_plan(self, plan: Plan, densities: Mapping[int, float]) -> Cost:
+        """All layers under a plan; densities: of those that reuse."""
+        found = [
+            self.of(
+                layer,
+                density=densities.get(number, 1.0),
+                block=plan.block,
+                num_heads=plan.head_index[number].shape[-1] if layer.mode is Mode.TRANSLATE else 1,
+                tile_dtype=plan.tile_dtype,
+            )
+            for number, layer in enumerate(plan.layers)
+        ]
+        return Cost(seconds=sum(one.seconds for one in found), num_bytes=sum(one.num_bytes for one in found))
 
     def of(self, layer: LayerPlan, *, density: float, block: int, num_heads: int = 1, tile_dtype: str = "e4m3") -> Cost:
         """A layer that keeps `density` of the causal blocks, translated from `num_heads` sender heads each.

@@ -10,15 +10,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from mapflow.calibration.answers import Answers, judge_answers
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.calibrate import check_tokenizers
 from mapflow.calibration.config import DTYPES, CalibrationError
-from mapflow.calibration.models import ModelFacts, load_model, read_facts
+from mapflow.calibration.cost import Cost, CostModel
+from mapflow.calibration.models import ModelFacts, layer_shape, load_model, read_facts
 from mapflow.calibration.quality import Estimate, Quality, compare, estimate
 from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample
-from mapflow.calibration.reuse_runs import ReuseRuns, Run
+from mapflow.calibration.reuse_runs import ReuseRuns, Run, mean_density
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 
@@ -36,6 +38,7 @@ class EvaluationConfig:
         prefix_rows: last reused rows whose next-token distributions count.
         suffix_tokens: least number of tokens that follow the reused rows and attend fully.
         samples_per_task: samples of each retrieval task, at depths from the prefix's beginning to its end.
+        context: tokens of the prefill whose time and bytes are estimated.
         device: torch device that runs both models.
         dtype: dtype of both models' weights.
     """
@@ -48,6 +51,7 @@ class EvaluationConfig:
     prefix_rows: int = 1024
     suffix_tokens: int = 64
     samples_per_task: int = 0
+    context: int = 16384
     device: str = "cpu"
     dtype: str = "float32"
 
@@ -57,7 +61,14 @@ class EvaluationConfig:
         Raises:
             CalibrationError: the first value that cannot be used.
         """
-        least = {"max_tokens": 1, "max_documents": 1, "prefix_rows": 1, "suffix_tokens": 2, "samples_per_task": 0}
+        least = {
+            "max_tokens": 1,
+            "max_documents": 1,
+            "prefix_rows": 1,
+            "suffix_tokens": 2,
+            "samples_per_task": 0,
+            "context": 1,
+        }
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise CalibrationError(f"{name} must be at least {value}, got {getattr(self, name)}")
@@ -69,11 +80,19 @@ class EvaluationConfig:
 class Judged:
     """The quality of one plan and of its baselines, and its answers to retrieval tasks, where those were asked for.
 
-    prefix: the most rows that reused.
+    Attributes:
+        plan: the plan.
+        prefix: the most rows that reused.
+        cost: of the receiver's prefill of `context` tokens under the plan, estimated.
+        full_s: seconds of that prefill without reuse, estimated.
+        context: its tokens.
     """
 
     plan: Plan
     prefix: int
+    cost: Cost
+    full_s: float
+    context: int
     quality: Mapping[Run, Estimate]
     answers: Mapping[Task, Answers]
 
@@ -95,19 +114,22 @@ def evaluate(
     _check_plans(plans, check_tokenizers(config.sender, config.receiver), sender, receiver)
     documents = _documents(config, plans[0].chunk_tokens)
     samples = _samples(config, documents, plans[0].chunk_tokens)
-    models = (
-        ObservedModel(load_model(sender, device=config.device, dtype=config.dtype)),
-        ObservedModel(load_model(receiver, device=config.device, dtype=config.dtype)),
-    )
+    loaded = [load_model(facts, device=config.device, dtype=config.dtype) for facts in (sender, receiver)]
+    cost = CostModel(layer_shape(loaded[1], receiver), sender.spec, config.context)
+    models = (ObservedModel(loaded[0]), ObservedModel(loaded[1]))
     qualities: list[dict[Run, list[Quality]]] = [defaultdict(list) for _ in plans]
+    densities: list[list[Mapping[int, float]]] = [[] for _ in plans]
     other = None
     for number, (ids, num_rows) in enumerate(documents):
         start = max(0, num_rows - config.prefix_rows)
         runs = ReuseRuns(plans, *models, ids, num_rows=num_rows, logits_from=start, other=other)
         other = runs.sent
-        for plan, of_plan in zip(plans, qualities):
-            for run, logits, density in runs.judge(plan):
+        for plan, of_plan, of_layers in zip(plans, qualities, densities):
+            for run, logits, found in runs.judge(plan):
+                density = mean_density(found)
                 of_plan[run].append(compare(runs.exact, logits, ids[start + 1 :], num_rows - start, density))
+                if run is Run.PLAN:
+                    of_layers.append(found)
         if progress is not None:
             progress(number + 1, len(documents) + len(samples))
 
@@ -121,11 +143,19 @@ def evaluate(
         Judged(
             plan=plan,
             prefix=prefix,
+            cost=cost.of_plan(plan, _mean(of_layers)),
+            full_s=cost.full_s,
+            context=config.context,
             quality={run: estimate(found) for run, found in of_plan.items()},
             answers=answered,
         )
-        for plan, of_plan, answered in zip(plans, qualities, answers)
+        for plan, of_plan, of_layers, answered in zip(plans, qualities, densities, answers)
     ]
+
+
+def _mean(densities: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Of each layer, over documents."""
+    return {layer: fmean(one[layer] for one in densities) for layer in densities[0]}
 
 
 def from_layer(plan: Plan, first: int) -> Plan:

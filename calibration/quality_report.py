@@ -13,12 +13,20 @@ def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
     """One case for each plan and run.
 
     `low` and `high` bound `prefix_kl` (95 %); `prefix` is the most tokens that reused; `retrieval` the share of right
-    answers by task, with that of the receiver without reuse beside it; empty where none were asked.
+    answers by task, with that of the receiver without reuse beside it; empty where none were asked. Of plans also what
+    a prefill of `context` tokens takes, in milliseconds and as a share of one without reuse, and the bytes of its maps;
+    both estimated (`cost.py`).
     """
     for one in judged:
         plan = one.plan
-        reusing = [number for number, layer in enumerate(plan.layers) if layer.needs_map]
+        reusing = plan.reusing_layers
         modes = sorted({plan.layers[number].mode.value for number in reusing})
+        cost = {
+            "context": one.context,
+            "estimated_ms": 1e3 * one.cost.seconds,
+            "estimated_share": one.cost.seconds / one.full_s,
+            "map_bytes": one.cost.num_bytes,
+        }
         for run, quality in one.quality.items():
             yield {
                 "pair": f"{plan.sender.model_id} -> {plan.receiver.model_id}",
@@ -41,4 +49,5 @@ def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
                     for task, answers in one.answers.items()
                     if run in answers.shares
                 },
+                **(cost if run is Run.PLAN else {}),
             }

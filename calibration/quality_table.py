@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,26 @@ def quality_table(judged: Sequence[Judged]) -> Table:
         left = name in ("\nplan", "\nmethod")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for one in judged:
-        reusing = [(number, layer) for number, layer in enumerate(one.plan.layers) if layer.needs_map]
-        first, top_p = (str(reusing[0][0]), f"{reusing[0][1].top_p:g}") if reusing else ("-", "-")
+        layers = [one.plan.layers[number] for number in one.plan.reusing_layers]
+        first = str(one.plan.reusing_layers[0]) if layers else "-"
+        top_p = "/".join(f"{p:g}" for p in sorted({layer.top_p for layer in layers if layer.needs_map})) or "-"
+        modes = "+".join(sorted({layer.mode.value for layer in layers}))
         for run, quality in one.quality.items():
-            name = reusing[0][1].mode.value if run is Run.PLAN and reusing else run
+            name = modes if run is Run.PLAN and layers else run
             table.add_row(one.plan.name, f"{first}, {top_p}", name, *_numbers(quality))
+    return table
+
+
+def cost_table(judged: Sequence[Judged]) -> Table:
+    """What every plan costs and saves, one row each."""
+    title = f"a prefill of {judged[0].context:,} tokens, estimated"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("plan", "layers", "of the time without reuse", "MB of maps"):
+        table.add_column(name, justify="left" if name in ("plan", "layers") else "right")
+    for one in judged:
+        count = Counter(layer.mode.value for layer in one.plan.layers)
+        layers = ", ".join(f"{number} {mode}" for mode, number in sorted(count.items()))
+        table.add_row(one.plan.name, layers, f"{one.cost.seconds / one.full_s:.0%}", f"{one.cost.num_bytes / 1e6:,.1f}")
     return table
 
 

@@ -59,28 +59,25 @@ class ReuseRuns:
         self.exact = receiver.run(self._ids, own, logits_from=logits_from)
         self.sent, self._own, self._other = sent.records, own.records, other
 
-    def judge(self, plan: Plan) -> Iterator[tuple[Run, torch.Tensor, float]]:
-        """What ran, its logits as `exact`, the mean density of its layers that reuse: the plan, then its baselines.
+    def judge(self, plan: Plan) -> Iterator[tuple[Run, torch.Tensor, Mapping[int, float]]]:
+        """What ran, its logits as `exact`, the densities of its layers that reuse: the plan, then its baselines.
 
         A plan without guide layers has no oracle; a text that is longer than the other one goes without that.
         """
         reused = ReuseAttention(plan, self.sent, num_rows=self._num_rows)
-        logits, density = self._run(reused)
-        yield Run.PLAN, logits, density
+        yield Run.PLAN, *self._run(reused)
         if any(layer.mode is Mode.GUIDE for layer in plan.layers):
             oracle = ReuseAttention(plan, self.sent, num_rows=self._num_rows, own=self._own)
             yield Run.ORACLE, *self._run(oracle)
-        static = static_plan(plan, self._num_rows // plan.block, density)
+        static = static_plan(plan, self._num_rows // plan.block, mean_density(reused.densities))
         yield Run.STATIC, *self._run(ReuseAttention(static, {}, num_rows=self._num_rows))
         online = ReuseAttention(plan, {}, num_rows=self._num_rows, online=reused.densities)
         yield Run.ONLINE, *self._run(online)
         if (other := self._of_other_text()) is not None:
             yield Run.OTHER_TEXT, *self._run(ReuseAttention(plan, other, num_rows=self._num_rows))
 
-    def _run(self, reuse: ReuseAttention) -> tuple[torch.Tensor, float]:
-        logits = self._receiver.run(self._ids, reuse, logits_from=self._from)
-        densities = reuse.densities.values()
-        return logits, sum(densities) / len(densities) if densities else 1.0
+    def _run(self, reuse: ReuseAttention) -> tuple[torch.Tensor, Mapping[int, float]]:
+        return self._receiver.run(self._ids, reuse, logits_from=self._from), reuse.densities
 
     def _of_other_text(self) -> Records | None:
         """Its records as far as this text goes; None if they do not."""
@@ -88,6 +85,11 @@ class ReuseRuns:
         if self._other is None or any(one.mass.shape[1] < size for one in self._other.values()):
             return None
         return {layer: replace(one, mass=one.mass[:, :size, :size]) for layer, one in self._other.items()}
+
+
+def mean_density(densities: Mapping[int, float]) -> float:
+    """Over layers; 1 where none reuses."""
+    return sum(densities.values()) / len(densities) if densities else 1.0
 
 
 def static_plan(plan: Plan, num_blocks: int, density: float) -> Plan:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mapflow.calibration.config import CalibrationError
 from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer
 from mapflow.calibration.quality_report import quality_cases
-from mapflow.calibration.quality_table import answers_table, quality_table
+from mapflow.calibration.quality_table import answers_table, cost_table, quality_table
 from mapflow.connector.plan import load_plan, with_top_p
 
 
@@ -42,6 +42,7 @@ def run_evaluation(
         judged = evaluate(config, plans, lambda done, total: bar.update(task, completed=done, total=total))
     console = Console()
     console.print(quality_table(judged))
+    console.print(cost_table(judged))
     if config.samples_per_task:
         console.print(answers_table(judged))
     if out is not None:

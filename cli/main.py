@@ -175,6 +175,7 @@ def evaluate(
     max_tokens: Annotated[int, typer.Option(help="Tokens beyond these are cut off each document.")] = 2048,
     max_documents: Annotated[int, typer.Option(help="Documents used at most.")] = 16,
     suffix_tokens: Annotated[int, typer.Option(help="Least number of tokens behind the reused ones.")] = 64,
+    context: Annotated[int, typer.Option(help="Tokens of the prefill whose time is estimated.")] = 16384,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
     device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -194,6 +195,7 @@ def evaluate(
             max_documents=max_documents,
             suffix_tokens=suffix_tokens,
             samples_per_task=retrieval,
+            context=context,
             device=device,
             dtype=dtype,
         )

@@ -163,6 +163,11 @@ class Plan:
         return tuple(sorted({layer.sender_layer for layer in self.layers if layer.sender_layer is not None}))
 
     @property
+    def reusing_layers(self) -> tuple[int, ...]:
+        """Receiver layers that do anything but compute, ascending."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.mode is not Mode.COMPUTE)
+
+    @property
     def digest(self) -> str:
         """16 hex digits that change whenever reuse under this plan could change a result."""
         hasher = xxhash.xxh3_64(self._json().encode())

@@ -142,11 +142,16 @@ def test_command_prints_a_row_for_every_setting(pair, tmp_path: Path, texts_of) 
     assert done.exit_code == 0, done.output
     assert done.stdout.count(" 1, 0.9 ") == done.stdout.count(" 2, 0.5 ") == 3, "the plan, static, online"
     assert done.stdout.count("multi_key") == 4
+    assert "a prefill of 16,384 tokens" in done.stdout and "1 compute, 2 translate" in done.stdout
     cases = json.loads((tmp_path / "quality.json").read_text())["cases"]
     assert [case["method"] for case in cases] == 4 * ["translate", "static", "online"]
     assert {case["from_layer"] for case in cases} == {1, 2}
     assert all(case["low"] <= case["prefix_kl"] <= case["high"] and case["prefix"] == 576 for case in cases)
     assert all(set(case["retrieval"]) == set(Task) for case in cases)
+    costs = [case for case in cases if case["method"] == "translate"]
+    assert all("estimated_ms" not in case for case in cases if case not in costs)
+    assert costs[0]["map_bytes"] < costs[2]["map_bytes"], "more of each map crosses at 0.9 than at 0.5"
+    assert costs[1]["map_bytes"] < costs[0]["map_bytes"], "and fewer layers from 2 on"
     lost = invoke(app, ["evaluate", str(tmp_path / "translate.safetensors"), *common, "--out", "/nowhere/at/all.json"])
     assert lost.exit_code == 2 and "/nowhere/at, where all.json is to be written" in lost.stderr
     gone = invoke(app, ["evaluate", str(tmp_path / "absent.safetensors"), *common])
