@@ -205,6 +205,36 @@ def evaluate(
 
 
 @app.command()
+def report(
+    plan: Annotated[Path, typer.Argument(help="Plan file, NAME.safetensors.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")],
+    quality: Annotated[Path | None, typer.Option(help="What evaluate --out wrote.")] = None,
+    sender: Annotated[Path | None, typer.Option(help="The sender's directory, to show maps of a text.")] = None,
+    receiver: Annotated[Path | None, typer.Option(help="The receiver's directory, likewise.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="Texts, the longest of which is shown.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of it that are shown at most.")] = 4096,
+    device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Write one HTML page about a plan: quality against time, layers, head maps, and maps of a text."""
+    from mapflow.calibration.config import CalibrationError
+    from mapflow.cli.report import ExampleSource, write_report
+    from mapflow.connector.plan import PlanError
+
+    try:
+        source = None
+        if sender is not None and receiver is not None and texts is not None:
+            source = ExampleSource(
+                sender=sender, receiver=receiver, texts=texts, max_tokens=max_tokens, device=device, dtype=dtype
+            )
+        elif (sender, receiver, texts) != (None, None, None):
+            raise CalibrationError("maps of a text need --sender, --receiver and --texts; give all three or none")
+        write_report(plan, out, quality=quality, source=source)
+    except (CalibrationError, PlanError) as error:
+        raise fail(error) from None
+
+
+@app.command()
 def inspect(plan: Annotated[Path, typer.Argument(help="Plan file, NAME.safetensors.")]) -> None:
     """Print a plan: which layer reuses what, and how well it fitted."""
     from rich.console import Console
