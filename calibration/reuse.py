@@ -53,12 +53,13 @@ class Recorder:
 
 
 def block_masses(call: AttentionCall, *, num_rows: int, block: int) -> torch.Tensor:
-    """Mean probability of each block of rows [0, num_rows): f32 [num_heads, num_blocks, num_blocks]."""
+    """Masses of rows [0, num_rows), as `kernels.attention_map` has them: f32 [num_heads, num_blocks, num_blocks]."""
     size = num_rows // block
     mass = torch.zeros(call.num_heads, size, size, device=call.query.device)
     for row in range(size):
         maps = call.probabilities(_rows(call, row, block))  # [num_heads, block, (row + 1) * block]
-        mass[:, row, : row + 1] = maps.view(call.num_heads, block, row + 1, block).sum(3).mean(1)
+        shares = maps.view(call.num_heads, block, row + 1, block).sum(3)  # of each row, by block
+        mass[:, row, : row + 1] = shares.square().mean(1).sqrt()
     return mass
 
 

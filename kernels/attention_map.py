@@ -1,10 +1,14 @@
 """The attention map of one chunk of a prompt in one sender layer: block masses, and the tiles of the blocks kept.
 
     block columns ->   0 1 2 3 | 4 5 6 7      chunk_index = 1, num_row_blocks R = 4, num_col_blocks C = 8
-    block row 0        m m m m | m 0 0 0      m: mean probability of the block (u8, square root)
+    block row 0        m m m m | m 0 0 0      m: mass of the block (u8, square root)
     block row 1        m m m m | m m 0 0      0: above the causal diagonal, always zero
     block row 2        m m m m | m m m 0      a kept block also has a tile: its block x block probabilities
     block row 3        m m m m | m m m m
+
+The mass of a block is the root mean square, over the rows of its block row, of the probability that a row gives to the
+block. What leaving it out does to a row's output grows with that probability, and errors add up in squares: a few rows
+that need a block count for more than many that hardly do.
 
 Values only: nothing here computes attention, reads a cache, or knows the wire format (`blob.py`).
 """
@@ -34,7 +38,7 @@ def encode_mass(mass: torch.Tensor) -> torch.Tensor:
 
 
 def decode_mass(mass: torch.Tensor) -> torch.Tensor:
-    """u8 masses (any shape) as float32: `(mass / 255) ** 2`. A block row sums to 1 only up to the u8 rounding."""
+    """u8 masses (any shape) as float32: `(mass / 255) ** 2`. The squares of a block row sum to at most 1."""
     if mass.dtype != torch.uint8:
         raise ValueError(f"mass: expected dtype torch.uint8, got {mass.dtype}")
     return mass.float().div_(255.0).square_()

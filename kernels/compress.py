@@ -41,13 +41,13 @@ def block_masses(
     key_dtype: torch.dtype | None = torch.float8_e4m3fn,
     is_lse_known: bool = False,
 ) -> None:
-    """Add the probability sums of the rows of `tasks` to `mass`, and write their log-sum-exp, unless that is known.
+    """Add the squared block probabilities of the rows of `tasks` to `mass`, and write their log-sum-exp, unless known.
 
     query: bf16 or fp16 [N, Hq, head_dim], as in `guide.guide_attention`. kv: K of tokens [0, row_end) of each request
     (V is not read). mass: float32 [mass rows, Hq, C], C >= the block columns reached; its rows are the block rows of
-    the segments, in order. Divide by the number of measured rows for a mean. row_lse: float32 [Hq, N], log2 of the sum
-    of exp(score), written, or read if `is_lse_known`; rows that are not measured stay as they are. key_dtype:
-    float8_e4m3fn, or None for the cache's own, which tiles need.
+    the segments, in order. A block's mass is the root of the mean over the measured rows. row_lse: float32 [Hq, N],
+    log2 of the sum of exp(score), written, or read if `is_lse_known`; rows that are not measured stay as they are.
+    key_dtype: float8_e4m3fn, or None for the cache's own, which tiles need.
 
     Raises ValueError for wrong shapes, dtypes or strides.
     """
@@ -233,7 +233,7 @@ def _masses_kernel(
                 )
                 p = noted if KNOWN else tl.exp2(noted - lse[None, :])
                 p = tl.where(measured[None, :], p, 0.0)
-                sums = tl.sum(tl.reshape(p, [COLUMNS, PADDED_GROUP, BLOCK_ROWS, OF_TASK]), 3)
+                sums = tl.sum(tl.reshape(p * p, [COLUMNS, PADDED_GROUP, BLOCK_ROWS, OF_TASK]), 3)
                 place = mass + mass_row * stride_mass_row + mass_head * stride_mass_head + columns[:, None, None]
                 wanted = (columns[:, None, None] <= first_block + of_row) & (tl.arange(0, PADDED_GROUP) < GROUP)[
                     None, :, None

@@ -31,7 +31,7 @@ class CompressedRows:
 
     first_block_row: int
     block: int
-    mass: torch.Tensor  # float32 [num_heads, R, first_block_row + R]; a row of a wanted head sums to 1
+    mass: torch.Tensor  # float32 [num_heads, R, first_block_row + R]
     tiles: TileSet | None = None  # of the same heads and block rows
 
     def __post_init__(self) -> None:
@@ -52,12 +52,14 @@ class CompressedRows:
 
 
 def block_masses(query: torch.Tensor, key: torch.Tensor, *, first_row: int, block: int, scale: float) -> torch.Tensor:
-    """Mean probability of each block, for all heads of `query` under causal attention.
+    """Mass of each block, for all heads of `query` under causal attention: the root mean square, over the rows of its
+    block row, of the probability that the row gives to the block.
 
     query: float [T, Hq, head_dim], token rows [first_row, first_row + T); T and first_row are multiples of `block`.
     key: float [L, Hkv, head_dim], tokens [0, L) with L >= first_row + T (more are ignored); Hq is a multiple of Hkv.
 
-    Returns float32 [Hq, R, C], R = T / block, C = (first_row + T) / block. A row sums to 1; zeros above the diagonal.
+    Returns float32 [Hq, R, C], R = T / block, C = (first_row + T) / block. A row's squares sum to
+    at most 1; zeros above the diagonal.
     """
     return compress_rows(query, key, first_row=first_row, block=block, scale=scale).mass
 
@@ -101,7 +103,7 @@ def compress_rows(
         tiled = [place for place, head in enumerate(some) if head in with_tiles]
         for row, probabilities in enumerate(_probabilities(scaled, keys, kv_heads, first_block_row, block)):
             reached = probabilities.shape[2]  # block columns
-            mass[some, row, :reached] = probabilities.sum(1).sum(-1) / block
+            mass[some, row, :reached] = probabilities.sum(-1).square().mean(1).sqrt()
             if top_p is not None and tiled:
                 own = mass[[some[place] for place in tiled], row, None, :reached]
                 keep = select_top_p(own, top_p, first_block_row=first_block_row + row)[:, 0]

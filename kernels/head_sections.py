@@ -108,7 +108,7 @@ def lay_out_sections(
 
     Args:
         table: the step's chunks.
-        mass: float32 [mass rows, num_heads, C], sums of probabilities.
+        mass: float32 [mass rows, num_heads, C], sums of squared block probabilities.
         factors: float32 [num_heads]: what makes means of them; 0 for heads that nobody wants, whose tiles are left out.
         index: of the kept blocks, by line; None unless `table.tiled`.
         tile_bytes: of one tile, a multiple of 64.
@@ -244,7 +244,7 @@ def _sections_kernel(
             for c in range(0, num_columns, 128):
                 value = tl.load(sums + c + wide, mask=c + wide < own_columns, other=0.0)
                 odd += (value - value != 0).to(tl.int32)
-                code = tl.sqrt(tl.minimum(value * factor, 1.0)) * 255.0 + 0.5
+                code = tl.sqrt(tl.sqrt(tl.minimum(value * factor, 1.0))) * 255.0 + 0.5
                 place = arena + begin + row * num_columns + c + wide
                 tl.store(place, code.to(tl.int32).to(tl.uint8), mask=c + wide < num_columns)
             tl.store(finite + slot + row - first, tl.zeros([], tl.uint8), mask=tl.sum(odd, 0) > 0)

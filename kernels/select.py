@@ -36,7 +36,7 @@ def select_blocks(
 def select_by_mass(mass: torch.Tensor, rows: BlockRows, p: float) -> BlockIndex:
     """Compressor: the blocks worth a tile, from a sender's own masses; as `top_p.select_top_p`, no floor.
 
-    mass: float32 [num mass rows, num_heads, C], not negative, any sum; row `slot` of it belongs to a line.
+    mass: float32 [num mass rows, num_heads, C], masses squared, times anything; row `slot` of it belongs to a line.
     """
     check_tensor("mass", mass, shape=("rows", "num_heads", "C"), dtypes=(torch.float32,), device=rows.device)
     check_p(p)
@@ -164,7 +164,7 @@ def _select_kernel(
         kept = (_keep_top_p(translated, causal, p) | floor) & causal
     if SOURCE == 1:
         row = mass + tl.load(line + 6).to(tl.int64) * stride_mass_row + head.to(tl.int64) * stride_mass_head
-        kept = (_keep_top_p(tl.load(row + column, mask=causal, other=0.0), causal, p) | floor) & causal
+        kept = (_keep_top_p(tl.sqrt(tl.load(row + column, mask=causal, other=0.0)), causal, p) | floor) & causal
     slot = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + head
     place = tl.cumsum(kept.to(tl.int32), 0) - 1
     tl.store(columns + slot * max_columns + place, column, mask=kept)

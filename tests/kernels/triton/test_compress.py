@@ -16,13 +16,13 @@ from mapflow.kernels.select import select_by_mass
 from mapflow.kernels.tiles import store_tiles
 
 E4M3, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
-BOUND = {E4M3: 5e-3, None: 1e-4}
+BOUND = {E4M3: 1e-2, None: 2e-4}  # of squares
 ON_GPU = torch.cuda.is_available()
 UNTOUCHED = -7.0
 
 
 def exact(batch: Any, block: int, row_stride: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """float64 mass sums [mass rows, heads, C] and log-sum-exp [heads, N], NaN where nothing is measured."""
+    """float64 sums of squared shares [mass rows, heads, C] and log-sum-exp [heads, N], NaN where not measured."""
     num_heads, num_columns = batch.query.shape[1], max(-(-one.row_end // block) for one in batch.segments)
     masses, lse = [], torch.full((num_heads, batch.num_rows), torch.nan, dtype=torch.float64)
     for one, segment in zip(batch.requests, batch.segments):
@@ -31,7 +31,7 @@ def exact(batch: Any, block: int, row_stride: int = 1) -> tuple[torch.Tensor, to
         p = one.probabilities() * measured[:, None]
         by_column = torch.zeros(num_heads, segment.num_rows, num_columns * block, dtype=torch.float64)
         by_column[..., : p.shape[2]] = p
-        by_column = by_column.view(num_heads, segment.num_rows, num_columns, block).sum(-1)
+        by_column = by_column.view(num_heads, segment.num_rows, num_columns, block).sum(-1).square()
         for block_row in segment.block_rows(block):
             begin, end = segment.rows_within(block_row, block)
             masses.append(by_column[:, begin - segment.row_begin : end - segment.row_begin].sum(1))
@@ -62,8 +62,7 @@ def check_masses(
     got = mass[..., : rows.num_columns].cpu()
     assert error_of(got, wanted) < bound
     assert not got[wanted == 0].any()  # above the diagonal
-    counts = tasks.measured
-    torch.testing.assert_close(got.sum(-1), counts[:, None].expand(got.shape[:2]).float(), rtol=1e-4, atol=1e-4)
+    assert bool((got.sum(-1) < tasks.measured[:, None] + 1e-2).all()), "squares of shares that sum to 1"
     measured = wanted_lse.isfinite()
     assert bool((lse.cpu()[~measured] == UNTOUCHED).all())
     got_lse, own_lse = lse.cpu()[measured].double(), wanted_lse[measured]
@@ -81,7 +80,7 @@ def check_masses(
     ],
 )
 @pytest.mark.parametrize("key_dtype", [E4M3, None])
-def test_masses_are_sums_of_probabilities(
+def test_masses_are_sums_of_squared_shares(
     make_batch: Callable[..., Any],
     error_of: Callable[..., float],
     group: int,
@@ -125,8 +124,8 @@ def test_log_sum_exps_that_are_known(
     got, bound = mass.cpu(), BOUND[key_dtype] * math.sqrt(row_stride)
     assert not got[wanted == 0].any()
     assert error_of(got, wanted) < (bound if key_dtype is None else 5 * bound), "rounded keys shift whole rows"
-    sums = got.sum(-1, keepdim=True).clamp_min(1e-9)
-    assert error_of(got / sums * tasks.measured[:, None, None], wanted) < 1.5 * bound, "shares hardly do"
+    sums, wanted_sums = (one.sum(-1, keepdim=True).clamp_min(1e-9) for one in (got, wanted))
+    assert error_of(got / sums * wanted_sums, wanted) < 2.5 * bound, "what they are to each other hardly changes"
     assert torch.equal(known.cpu().nan_to_num(), wanted_lse.float().nan_to_num())
 
 
@@ -263,7 +262,7 @@ def test_both_passes_are_the_reference(
     wanted = compress_rows(
         one.query, one.key, first_row=block, block=block, scale=one.scale, top_p=0.6, tile_dtype=tile_dtype
     )
-    assert error_of(mass.transpose(0, 1) / block, wanted.mass) < BOUND[None]
+    assert error_of((mass.transpose(0, 1) / block).sqrt(), wanted.mass) < BOUND[None]
     tiles = wanted.tiles
     assert tiles is not None
     (mask,) = batch.masks(rows, index)

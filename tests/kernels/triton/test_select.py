@@ -91,12 +91,12 @@ def test_a_row_without_mass_keeps_everything(make_batch: Callable[..., Any], mak
 
 
 def test_ties_go_to_the_smaller_column(make_batch: Callable[..., Any]) -> None:
-    """Masses that are exact in float32, many of them equal: no rounding, so bit for bit."""
+    """Masses whose squares are exact in float32, many of them equal: no rounding, so bit for bit."""
     batch = make_batch((0, 64 * 6), group=2, kv_heads=1, page_size=128)
     rows = batch.rows(64)
     mass = torch.randint(0, 4, (6, 2, 6), generator=torch.Generator().manual_seed(3)).float()
     for p in (0.25, 0.5):
-        (got,) = batch.masks(rows, select_by_mass(mass.to(batch.device), rows, p))
+        (got,) = batch.masks(rows, select_by_mass(mass.square().to(batch.device), rows, p))
         wanted = torch.zeros_like(got)
         for row in range(6):
             for head in range(2):
@@ -125,7 +125,7 @@ def test_selection_by_mass(make_batch: Callable[..., Any], p: float) -> None:
             part[row, :, block_row + 1 :] = torch.nan
         by_segment.append(part.transpose(0, 1)[..., : own.stop].nan_to_num(0.0).contiguous())
         start += len(own)
-    index = select_by_mass(mass.to(batch.device), rows, p)
+    index = select_by_mass(mass.square().to(batch.device), rows, p)
     for got, own, part in zip(batch.masks(rows, index), block_rows, by_segment):
         wanted = select_top_p(part, p, first_block_row=own.start)
         check_masks(got, wanted, part.double(), p, own.start)
