@@ -26,8 +26,7 @@ def quality_table(judged: Sequence[Judged]) -> Table:
     )
     for name in (
         "\nplan",
-        "first\nlayer",
-        "\ntop-p",
+        "layer,\ntop-p",
         "\nmethod",
         "\ndensity",
         "\nKL",
@@ -41,11 +40,11 @@ def quality_table(judged: Sequence[Judged]) -> Table:
         layers = [one.plan.layers[number] for number in one.plan.reusing_layers]
         first = str(one.plan.reusing_layers[0]) if layers else "-"
         top_ps = sorted({layer.top_p for layer in layers if layer.needs_map})
-        top_p = "-".join(f"{p:g}" for p in dict.fromkeys((top_ps[0], top_ps[-1]))) if top_ps else ""
+        top_p = "-".join(f"{p:g}".lstrip("0") for p in dict.fromkeys((top_ps[0], top_ps[-1]))) if top_ps else "-"
         modes = "+".join(sorted({layer.mode.value for layer in layers}))
         for run, quality in one.quality.items():
             name = modes if run is Run.PLAN and layers else run
-            table.add_row(one.plan.name, first, top_p, name, *_numbers(quality))
+            table.add_row(one.plan.name, f"{first}, {top_p}", name, *_numbers(quality))
     return table
 
 
