@@ -16,8 +16,9 @@ those of every row, from exact keys, which then costs as much as the layer's att
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -43,13 +44,13 @@ E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Tiles:
-    """What tiles are computed from: arguments of `store_tiles`."""
+class _Rows:
+    """What is measured, as `StepCapture.measure` has it."""
 
     query: torch.Tensor
-    row_lse: torch.Tensor
     kv: PagedKV
     scale: float
+    row_lse: torch.Tensor | None
 
 
 class KernelCapture:
@@ -114,10 +115,11 @@ class KernelCapture:
         }
         sizes = (self._chunk_tokens, self._block)
         spans = [span for row in rows if (span := next_span(row, states[id(row)], tiled, *sizes)) is not None]
+        taken = _Rows(query, kv, scale, row_lse)
         if spans and tiled:
-            self._measure_tiles(spans, want, query, kv, scale, row_lse)
+            self._measure_tiles(spans, want, taken)
         elif spans:
-            self._measure_masses(spans, want, query, kv, scale, row_lse)
+            self._measure_masses(spans, want, taken)
         done: list[FinishedMap] = []
         for row in rows:
             for chunk in row.step.capture:
@@ -126,22 +128,14 @@ class KernelCapture:
                     done.append(FinishedMap(chunk=chunk, layer=layer, map=ChunkParts(parts=parts)))
         return done
 
-    def _measure_masses(
-        self,
-        spans: Sequence[Span],
-        want: LayerWant,
-        query: torch.Tensor,
-        kv: PagedKV,
-        scale: float,
-        row_lse: torch.Tensor | None,
-    ) -> None:
+    def _measure_masses(self, spans: Sequence[Span], want: LayerWant, taken: _Rows) -> None:
         segments = [span.segment(span.fresh, span.end, span.at(span.fresh)) for span in spans]
-        tables = self._tables.of(segments, query, kv, self._row_stride)
+        tables = self._tables.of(segments, taken.query, taken.kv, self._row_stride)
         mass = tables.no_mass()
         for span, slot in zip(spans, tables.slots):
             if span.first < span.fresh:
                 mass[slot, :, : span.partial.shape[1]] = span.partial
-        self._sum_masses(query, kv, tables, scale, mass, row_lse)
+        _sum_masses(taken, tables, mass)
         for span, slot in zip(spans, tables.slots):
             begin = span.whole_end
             last = slot + span.num_whole
@@ -150,42 +144,18 @@ class KernelCapture:
         if any(span.num_whole for span in spans):
             self._store(spans, tables, want, mass)
 
-    def _measure_tiles(
-        self,
-        spans: Sequence[Span],
-        want: LayerWant,
-        query: torch.Tensor,
-        kv: PagedKV,
-        scale: float,
-        row_lse: torch.Tensor | None,
-    ) -> None:
+    def _measure_tiles(self, spans: Sequence[Span], want: LayerWant, taken: _Rows) -> None:
         whole = [span for span in spans if span.num_whole]
-        rows = whole_rows(whole, query, row_lse)
+        rows = whole_rows(whole, taken.query, taken.row_lse)
         for span in spans:
-            keep_rows(span, query, row_lse)
+            keep_rows(span, taken.query, taken.row_lse)
         if not whole:
             return
-        stride = 1 if rows.row_lse is None else self._row_stride
-        tables = self._tables.of(rows.segments, rows.query, kv, stride)
+        tables = self._tables.of(rows.segments, rows.query, taken.kv, 1 if rows.row_lse is None else self._row_stride)
         mass = tables.no_mass()
-        lse = self._sum_masses(rows.query, kv, tables, scale, mass, rows.row_lse, keys_for_lse=None)
-        self._store(whole, tables, want, mass, _Tiles(rows.query, lse, kv, scale))
-
-    def _sum_masses(
-        self,
-        query: torch.Tensor,
-        kv: PagedKV,
-        tables: RowTables,
-        scale: float,
-        mass: torch.Tensor,
-        row_lse: torch.Tensor | None,
-        keys_for_lse: torch.dtype | None = E4M3,
-    ) -> torch.Tensor:
-        """Add to `mass`; returns log-sum-exps, measured from such keys where they are not known."""
-        known, lse = row_lse is not None, tables.row_lse if row_lse is None else row_lse
-        keys = E4M3 if known else keys_for_lse
-        block_masses(query, kv, tables.tasks, scale=scale, mass=mass, row_lse=lse, key_dtype=keys, is_lse_known=known)
-        return lse
+        joined = replace(taken, query=rows.query, row_lse=rows.row_lse)
+        lse = _sum_masses(joined, tables, mass, keys_for_lse=None)
+        self._store(whole, tables, want, mass, replace(joined, row_lse=lse))
 
     def _store(
         self,
@@ -193,9 +163,12 @@ class KernelCapture:
         tables: RowTables,
         want: LayerWant,
         mass: torch.Tensor,
-        tiles: _Tiles | None = None,
+        tiles: _Rows | None = None,
     ) -> None:
-        """Put the whole block rows of `spans` where the publisher's thread fetches them."""
+        """Put the whole block rows of `spans` where the publisher's thread fetches them.
+
+        tiles: what tiles are computed from, every row's log-sum-exp among it; None for none.
+        """
         found = [part for span, slot in zip(spans, tables.slots) for part in parts_of(span, slot, self._chunk_tokens)]
         parts = [one.part for one in found]
         layout = Layout(
@@ -223,7 +196,7 @@ class KernelCapture:
                 ends=layout.ends(data),
                 arena=arena,
             )
-            if tiles is not None and index is not None and layout.tile_dtype is not None:
+            if tiles is not None and tiles.row_lse is not None and index is not None and layout.tile_dtype is not None:
                 store_tiles(
                     tiles.query,
                     tiles.kv,
@@ -248,3 +221,15 @@ class KernelCapture:
             factors = torch.tensor([row_stride / self._block * (head in wanted) for head in range(num_heads)])
             self._all_factors[key] = upload(factors, self._buffer.device)
         return self._all_factors[key]
+
+
+def _sum_masses(
+    taken: _Rows, tables: RowTables, mass: torch.Tensor, keys_for_lse: torch.dtype | None = E4M3
+) -> torch.Tensor:
+    """Add to `mass`; returns log-sum-exps, measured from such keys where they are not known."""
+    known = taken.row_lse is not None
+    lse = tables.row_lse if taken.row_lse is None else taken.row_lse
+    keys = E4M3 if known else keys_for_lse
+    options: dict[str, Any] = {"scale": taken.scale, "mass": mass, "row_lse": lse}
+    block_masses(taken.query, taken.kv, tables.tasks, **options, key_dtype=keys, is_lse_known=known)
+    return lse

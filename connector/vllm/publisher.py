@@ -47,9 +47,9 @@ class Publisher:
         self._producer_id = producer_id
         self._counters = counters
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=capacity)
-        self._may_run = threading.Event()
-        self._may_run.set()
-        self._may_run_now: Callable[[], bool] = lambda: True
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self._may_run: Callable[[], bool] = lambda: True
         self._is_done: Callable[[], bool] | None = None
         self._paused_until = self._quiet_until = 0.0
         self._writers = ThreadPoolExecutor(_WRITERS, thread_name_prefix="mapflow-writer")
@@ -73,19 +73,19 @@ class Publisher:
 
     def pause(self, may_run: Callable[[], bool] = lambda: False) -> None:
         """Until `resume`, or for a second, begin only what `may_run` allows: the engine's thread needs Python."""
-        self._may_run_now = may_run
+        self._may_run = may_run
         self._paused_until = time.monotonic() + _LONGEST_PAUSE_S
-        self._may_run.clear()
+        self._resumed.clear()
 
     def resume(self, is_done: Callable[[], bool] | None = None) -> None:
         """Go on, but not in the moment when `is_done` becomes true."""
         self._is_done = is_done or self._is_done
-        self._may_run.set()
+        self._resumed.set()
 
     def _wait(self) -> None:
         """Until this thread may run."""
-        while not (self._may_run.is_set() or self._may_run_now()) and time.monotonic() < self._paused_until:
-            self._may_run.wait(_POLL_S)
+        while not (self._resumed.is_set() or self._may_run()) and time.monotonic() < self._paused_until:
+            self._resumed.wait(_POLL_S)
         is_done = self._is_done
         if is_done is not None and is_done():
             self._is_done, self._quiet_until = None, time.monotonic() + _QUIET_S
