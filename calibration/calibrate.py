@@ -65,6 +65,7 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
         plan = build_plan(config, fingerprint, sender, receiver, config.mode, fits)
     plan.save(config.out)
     config.checkpoint.unlink(missing_ok=True)
+    config.run_log.unlink(missing_ok=True)
     return plan
 
 

@@ -138,6 +138,11 @@ class CalibrationConfig:
         return self.out.with_name(f"{self.out.stem}.partial{PLAN_SUFFIX}")
 
     @property
+    def run_log(self) -> Path:
+        """Where an interrupted run with a budget keeps its runs of single layers: `NAME.partial.jsonl`."""
+        return self.out.with_name(f"{self.out.stem}.partial.jsonl")
+
+    @property
     def min_tokens(self) -> int:
         """Calibration tokens below which a fit would mean nothing: four chunks."""
         return 4 * self.chunk_tokens

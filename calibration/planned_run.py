@@ -21,6 +21,7 @@ from mapflow.calibration.normal_equations import NormalEquations
 from mapflow.calibration.planner import Option
 from mapflow.calibration.planning import Planned, Point, candidates, options_of, plan_within
 from mapflow.calibration.progress import Progress, ProgressCallback
+from mapflow.calibration.run_log import RunLog
 from mapflow.calibration.sensitivity import Candidates, Judge
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 
@@ -54,13 +55,16 @@ def planned(
     maps = replace(build(Mode.GUIDE, guide), head_index=translating.head_index, head_weight=translating.head_weight)
     judge = Judge(maps, *models, held_out, rows=_JUDGED_ROWS)
     may = candidates(guide, translate, sink_blocks=config.sink_blocks, local_blocks=config.local_blocks)
-    total, started = _num_runs(may) * judge.num_documents, time.monotonic()
+    log = RunLog(config.run_log, judge.digest)
+    total, known, started = _num_runs(may) * judge.num_documents, len(log), time.monotonic()
+    if known:
+        report(Progress(note=f"resuming after {known} of {total} runs found in {config.run_log}"))
 
     def show(done: int) -> None:
-        left_s = (time.monotonic() - started) / done * (total - done)
+        left_s = (time.monotonic() - started) / max(done - known, 1) * (total - done)
         report(Progress(done=done, total=total, stage="single layers", remaining_s=left_s))
 
-    options = options_of(judge.sensitivities(may, show), cost, maps)
+    options = options_of(judge.sensitivities(may, log, show), cost, maps)
     found = plan_within(
         maps,
         options,

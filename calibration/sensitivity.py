@@ -7,6 +7,7 @@ an error has the fewest layers and rows to be averaged away.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.reuse import Recorder, ReuseAttention
+from mapflow.calibration.run_log import RunLog
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 
 Candidates = Mapping[int, Sequence[LayerPlan]]
@@ -73,22 +75,37 @@ class Judge:
         """How many there are."""
         return len(self._documents)
 
+    @property
+    def digest(self) -> str:
+        """Changes whenever a run could have another outcome."""
+        facts = (self._maps.digest, repr(self._documents), str(self._rows))
+        return hashlib.sha256("\0".join(facts).encode()).hexdigest()
+
     def sensitivities(
-        self, candidates: Candidates, progress: Callable[[int], None] = lambda done: None
+        self, candidates: Candidates, log: RunLog, progress: Callable[[int], None] = lambda done: None
     ) -> dict[int, list[Measured]]:
-        """Every option of every layer, alone; progress: called with the runs done."""
+        """Every option of every layer, alone.
+
+        log: has the runs that need not be made, and is given those that are. progress: called with the runs done.
+        """
         found = {layer: [Measured(one) for one in options] for layer, options in candidates.items()}
+        every = [one for options in candidates.values() for one in options]
         done = 0
         for number in range(self.num_documents):
-            document = self._document(number, [one for options in candidates.values() for one in options])
+            document: _Document | None = None
             for layer, options in found.items():
                 for one in options:
                     if one.layer.mode is Mode.COMPUTE:
                         one.damages.append(0.0)
                         continue
-                    damage, densities = document.run(self._with({layer: one.layer}))
-                    one.damages.append(damage)
-                    one.densities.append(densities[layer])
+                    outcome = log.get(number, layer, one.layer)
+                    if outcome is None:
+                        document = document or self._document(number, every)
+                        damage, densities = document.run(self._with({layer: one.layer}))
+                        outcome = damage, densities[layer]
+                        log.add(number, layer, one.layer, *outcome)
+                    one.damages.append(outcome[0])
+                    one.densities.append(outcome[1])
                     done += 1
                     progress(done)
         return found

@@ -65,6 +65,39 @@ def test_options_harm_less_the_more_they_keep(pair, tmp_path: Path) -> None:
         assert all(one["num_bytes"] == 0 for one in options if one["mode"] in ("static", "compute"))
 
 
+def test_an_interrupted_run_goes_on(pair, tmp_path: Path) -> None:
+    """It makes the runs that are missing, ends in the same plan, and leaves nothing behind."""
+    whole = calibrate(config_of(pair, tmp_path, max_kl=0.02))
+    config = config_of(pair, tmp_path, max_kl=0.02, out=tmp_path / "again" / "plan.safetensors")
+    config.out.parent.mkdir()
+
+    def stop(progress: Progress) -> None:
+        if progress.stage == "single layers" and progress.done == 7:
+            raise KeyboardInterrupt
+
+    def stop_again(progress: Progress) -> None:
+        if progress.stage == "single layers" and progress.done == 11:
+            raise KeyboardInterrupt
+
+    for interrupt in (stop, stop_again):
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(config, interrupt)
+        kept = config.run_log.read_text()
+        config.run_log.write_text(kept + '{"run": "0 1 gui')  # cut off while it was written
+    seen: list[Progress] = []
+    assert calibrate(config, seen.append).digest == whole.digest
+    assert any("resuming after 11 of 24 runs" in one.note for one in seen)
+    assert sorted(path.name for path in config.out.parent.iterdir()) == ["plan.frontier.json", "plan.safetensors"]
+
+
+def test_runs_of_other_texts_are_made_again(pair, tmp_path: Path) -> None:
+    config = config_of(pair, tmp_path, max_kl=0.02)
+    config.run_log.write_text('{"digest": "of another calibration"}\n{"run": "0 1 guide", "damage": 0, "density": 0}\n')
+    seen: list[Progress] = []
+    calibrate(config, seen.append)
+    assert not any("resuming" in one.note for one in seen)
+
+
 def test_a_time_that_is_kept(pair, tmp_path: Path) -> None:
     config = config_of(pair, tmp_path, target_ttft=0.7)
     calibrate(config)
