@@ -50,10 +50,12 @@ Masses = dict[int, dict[str, torch.Tensor]]
 class Variant:
     """How blocks are chosen. by: "share" of each row's masses, or one "threshold" for all heads and rows of a layer.
 
-    own: by the receiver's masses. centroids: what is left out counts as its mean key and value, weighted by its tokens.
+    power: of masses before shares are taken; their order stays, but not how many a row keeps. own: by the receiver's
+    masses. centroids: what is left out counts as its mean key and value, weighted by its tokens.
     """
 
     statistic: str = "rms"
+    power: float = 1.0
     own: bool = False
     by: str = "share"
     centroids: bool = False
@@ -61,12 +63,15 @@ class Variant:
     @property
     def name(self) -> str:
         """For tables."""
-        parts = ("oracle" if self.own else "guide", self.statistic, self.by, "centroids" if self.centroids else "")
+        power = "" if self.power == 1 else f"power {self.power:g}"
+        kinds = ("oracle" if self.own else "guide", self.statistic, power, self.by)
+        parts = (*kinds, "centroids" if self.centroids else "")
         return ", ".join(filter(None, parts))
 
 
 VARIANTS = (
     *(Variant(statistic=name) for name in STATISTICS),
+    *(Variant(statistic=name, power=power) for name in ("rms", "fourth moment") for power in (0.25, 0.5, 0.75)),
     Variant(by="threshold"),
     Variant(centroids=True),
     Variant(statistic="mean", own=True),
@@ -134,7 +139,7 @@ def masks_of(plan: Plan, variant: Variant, sent: Masses, own: Masses, density: f
             if not variant.own:
                 head_map = plan.head_map[number].to(mass.device)
                 mass = torch.einsum("is,src->irc", head_map, mass).clamp_min_(0.0)
-            masses[number] = mass
+            masses[number] = mass.pow(variant.power)
     if variant.by == "threshold":
         return {number: _bisect([mass], density, _above)[0] for number, mass in masses.items()}
     found = _bisect(list(masses.values()), density, lambda mass, p: select_top_p(mass, p, first_block_row=0))
