@@ -110,6 +110,16 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def receiver_settings(
+    model: Path, endpoint: str, plans: Sequence[Path], arguments: argparse.Namespace, *, gpu_tier: bool = False
+) -> dict[str, Any]:
+    """Of an engine that reuses maps under these plans, from pinned memory or in place."""
+    own = [str(plan) for plan in plans]
+    extra = {"endpoint": endpoint, "plan": own, "lookup_deadline_s": 1.0, "gpu_tier": gpu_tier}
+    transfer = {"kv_connector": "mapflow", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
+    return {"model": str(model), "engine": engine_options(arguments), "online_density": None, "transfer": transfer}
+
+
 @contextmanager
 def daemon(folder: Path, arguments: argparse.Namespace, *options: str) -> Iterator[str]:
     """One daemon; its endpoint."""

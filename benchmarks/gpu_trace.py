@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in _KINDS if pattern.search(kernel)), "other")
 
 
+@cache
 def own_kernels() -> frozenset[str]:
     """Names of this project's kernels."""
     sources = (path.read_text() for path in _SOURCES.glob("*.py"))

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, add_options, connected, daemon, engine_options, header, settled, started
+from engines import CHUNK_TOKENS, add_options, connected, daemon, header, receiver_settings, settled, started
 from publishing import AGAIN
 from publishing import settings as sender_settings
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
@@ -30,14 +30,6 @@ from mapflow.connector.plan import Mode, Plan
 from mapflow.connector.wants import interest_of
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def receiver_settings(model: Path, endpoint: str, plans: dict[str, Plan], arguments: argparse.Namespace) -> Any:
-    """Of an engine that reuses maps from pinned memory."""
-    own = [str(model.parent / f"{name}.safetensors") for name in plans]
-    extra = {"endpoint": endpoint, "plan": own, "lookup_deadline_s": 1.0, "gpu_tier": False}
-    transfer = {"kv_connector": "mapflow", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
-    return {"model": str(model), "engine": engine_options(arguments), "online_density": None, "transfer": transfer}
 
 
 def median_trace(traces: list[dict[str, Any]]) -> dict[str, Any]:
@@ -63,15 +55,17 @@ def main() -> None:
         folder = Path(name)
         model = make_model(folder / arguments.model, arguments.model)
         plans: dict[str, Plan] = {}
+        files: list[Path] = []
         for mode in (Mode.GUIDE, Mode.TRANSLATE):
             size: dict[str, Any] = {"first_layer": 3, "block": block, "chunk_tokens": CHUNK_TOKENS}
             plans[mode.value] = make_plan(model, model, name=mode.value, mode=mode, **size)
-            plans[mode.value].save(model.parent / f"{mode.value}.safetensors")
+            files.append(folder / f"{mode.value}.safetensors")
+            plans[mode.value].save(files[-1])
         densities = {"guide": arguments.guide_density, "translate": arguments.translate_density}
         endpoint = stack.enter_context(daemon(folder, arguments))
         engines = sender_settings(model, endpoint, block, arguments)
         del engines[AGAIN]
-        engines["receiver"] = receiver_settings(model, endpoint, plans, arguments)
+        engines["receiver"] = receiver_settings(model, endpoint, files, arguments)
         running = stack.enter_context(started(engines, arguments.logs or folder))
         namespace = plans["guide"].namespace()
         producer = Producer.of(plans["guide"].sender.model_id, "bfloat16")

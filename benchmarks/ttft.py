@@ -30,9 +30,9 @@ from engines import (
     add_options,
     connected,
     daemon,
-    engine_options,
     header,
     orders,
+    receiver_settings,
     settled,
     started,
 )
@@ -90,15 +90,12 @@ def engines(
     """Those of the variants, started together: "plain", "online", and one that is named like the tier it reads."""
 
     def settings(name: str) -> dict[str, Any]:
-        common = {"model": str(receiver), "engine": engine_options(arguments), "online_density": None}
-        if name == "plain":
-            return {**common, "transfer": None}
         is_online = name == "online"
-        own = [str(folder / f"{plan}.safetensors") for plan in plans if plan.startswith("static") == is_online]
-        extra = {"endpoint": endpoint, "plan": own, "lookup_deadline_s": 1.0, "gpu_tier": name == "gpu"}
-        transfer = {"kv_connector": "mapflow", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
-        density = arguments.guide_density if is_online else None
-        return {**common, "transfer": transfer, "online_density": density}
+        own = [folder / f"{plan}.safetensors" for plan in plans if plan.startswith("static") == is_online]
+        found = receiver_settings(receiver, endpoint, own, arguments, gpu_tier=name == "gpu")
+        if name == "plain":
+            return {**found, "transfer": None}
+        return {**found, "online_density": arguments.guide_density if is_online else None}
 
     return started({name: settings(name) for name in names}, arguments.logs or folder)
 

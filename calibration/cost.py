@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan
-
-_TILE_BYTES = {"e4m3": 1, "bf16": 2}
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +90,14 @@ class CostModel:
         return 2.0 * self._context * self._shape.hidden * spec.head_dim * spec.num_heads / self.rates.matmul_flops
 
     @property
+    def layer_s(self) -> float:
+        """A layer without reuse."""
+        return self.rest_s + self.query_s + self.full_attention_s
+
+    @property
     def full_s(self) -> float:
-        """All layers, without reuse."""
-        return self._shape.spec.num_layers * (self.rest_s + self.query_s + self.full_attention_s)
+        """All layers without reuse."""
+        return self._shape.spec.num_layers * self.layer_s
 
     def of_plan(self, plan: Plan, densities: Mapping[int, float]) -> Cost:
         """All layers under a plan; densities: of those that reuse."""
@@ -132,5 +136,5 @@ class CostModel:
         if not layer.needs_map:
             return 0
         blocks = self._sender.num_heads * (self._context / block) ** 2 / 2
-        tiles = density * block**2 * _TILE_BYTES[tile_dtype] if layer.mode is Mode.TRANSLATE else 0.0
+        tiles = density * block**2 * TILE_DTYPE_BY_NAME[tile_dtype].itemsize if layer.mode is Mode.TRANSLATE else 0.0
         return round(blocks * (1.0 + tiles))

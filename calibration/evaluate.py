@@ -164,18 +164,27 @@ def from_layer(plan: Plan, first: int) -> Plan:
     return replace(plan, layers=tuple(layers))
 
 
+def check_models(plan: Plan, sender: ModelFacts, receiver: ModelFacts) -> None:
+    """Make sure that a plan was made for these models.
+
+    Raises:
+        CalibrationError: it was made for another.
+    """
+    for facts, spec in ((sender, plan.sender), (receiver, plan.receiver)):
+        if facts.spec != spec:
+            raise CalibrationError(
+                f"plan {plan.name} was made for {spec.model_id}, but {facts.directory} is {facts.spec.model_id}; "
+                "give the directories that it was calibrated with"
+            )
+
+
 def _check_plans(plans: Sequence[Plan], fingerprint: str, sender: ModelFacts, receiver: ModelFacts) -> None:
     if not plans:
         raise CalibrationError("no plan to evaluate; name at least one plan file")
     for plan in plans:
         if plan.tokenizer_fingerprint != fingerprint:
             raise CalibrationError(f"plan {plan.name} was made for another tokenizer; calibrate this pair")
-        for facts, spec in ((sender, plan.sender), (receiver, plan.receiver)):
-            if facts.spec != spec:
-                raise CalibrationError(
-                    f"plan {plan.name} was made for {spec.model_id}, but {facts.directory} is {facts.spec.model_id}; "
-                    "give the directories that it was calibrated with"
-                )
+        check_models(plan, sender, receiver)
         if (plan.block, plan.chunk_tokens) != (plans[0].block, plans[0].chunk_tokens):
             raise CalibrationError(
                 f"plan {plan.name} differs from {plans[0].name} in block or chunk size; evaluate it alone"

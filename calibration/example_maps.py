@@ -12,6 +12,7 @@ import torch
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.reuse import Recorder
 from mapflow.connector.plan import Mode, Plan
+from mapflow.kernels.translate_reference import dense_head_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,5 +72,4 @@ def dense_weights(plan: Plan, layer: int) -> torch.Tensor:
     """f32 [receiver heads, sender heads]: a layer's head map, whatever its mode."""
     if plan.layers[layer].mode is Mode.GUIDE:
         return plan.head_map[layer]
-    index, weight = plan.head_index[layer].long(), plan.head_weight[layer]
-    return torch.zeros(len(index), plan.sender.num_heads).scatter_add(1, index, weight)
+    return dense_head_weights(plan.head_index[layer], plan.head_weight[layer], plan.sender.num_heads)

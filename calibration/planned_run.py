@@ -23,10 +23,9 @@ from mapflow.calibration.planning import Planned, Point, candidates, options_of,
 from mapflow.calibration.progress import Progress, ProgressCallback
 from mapflow.calibration.run_log import RunLog
 from mapflow.calibration.sensitivity import Candidates, Judge
-from mapflow.connector.plan import LayerPlan, Mode, Plan
+from mapflow.connector.plan import Mode, Plan
 
 _JUDGED_ROWS = 1024
-_COMPUTE = LayerPlan(mode=Mode.COMPUTE)
 
 
 def planned(
@@ -70,7 +69,7 @@ def planned(
         options,
         judge,
         max_kl=config.max_kl,
-        max_seconds=None if config.target_ttft is None else _limit(config.target_ttft, cost, maps, len(options)),
+        max_seconds=None if config.target_ttft is None else _limit(config.target_ttft, cost, len(options)),
         note=lambda text: report(Progress(note=text)),
     )
     save_frontier(frontier_file(config.out), found, cost)
@@ -87,10 +86,9 @@ def _outcome(found: Planned, cost: CostModel, num_documents: int) -> str:
     )
 
 
-def _limit(share: float, cost: CostModel, maps: Plan, num_layers: int) -> float:
+def _limit(share: float, cost: CostModel, num_layers: int) -> float:
     """Seconds that so many layers may take, so that the prefill takes this share of its time without reuse."""
-    computes = cost.of(_COMPUTE, density=1.0, block=maps.block).seconds
-    return computes * (share * maps.receiver.num_layers - (maps.receiver.num_layers - num_layers))
+    return num_layers * cost.layer_s - (1.0 - share) * cost.full_s
 
 
 def _num_runs(may: Candidates) -> int:
@@ -104,23 +102,21 @@ def frontier_file(plan: Path) -> Path:
 
 def save_frontier(path: Path, found: Planned, cost: CostModel) -> None:
     """Write what was measured and expected; times are of the receiver's prefill, estimated."""
-    num_others = found.plan.receiver.num_layers - len(found.options)
-    others = num_others * cost.of(_COMPUTE, density=1.0, block=found.plan.block).seconds
 
     def point(one: Point) -> dict[str, Any]:
         return {
             "expected_kl": one.choice.damage,
             "measured_kl": one.measured,
-            "prefill_ms": 1e3 * (one.choice.seconds + others),
+            "prefill_ms": 1e3 * (cost.full_s - found.seconds_full + one.choice.seconds),
             "map_bytes": one.choice.num_bytes,
-            "modes": {number: option.layer.mode.value for number, option in one.choice.options.items()},
+            "modes": {number: layer.mode.value for number, layer in one.choice.layers.items()},
         }
 
     document = {
         "plan": found.plan.name,
         "pair": f"{found.plan.sender.model_id} -> {found.plan.receiver.model_id}",
         "context": cost.context,
-        "full_prefill_ms": 1e3 * (found.seconds_full + others),
+        "full_prefill_ms": 1e3 * cost.full_s,
         "chosen": point(found.point),
         "frontier": [point(one) for one in found.points],
         "options": {number: [_option(one) for one in of_layer] for number, of_layer in found.options.items()},

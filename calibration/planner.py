@@ -43,6 +43,11 @@ class Choice:
     options: Mapping[int, Option]
 
     @property
+    def layers(self) -> dict[int, LayerPlan]:
+        """What each layer does."""
+        return {number: option.layer for number, option in self.options.items()}
+
+    @property
     def damage(self) -> float:
         """Expected prefix KL in nats, as the sum over layers."""
         return sum(option.damage for option in self.options.values())
@@ -63,12 +68,13 @@ def frontier(options: Mapping[int, Sequence[Option]]) -> list[Choice]:
 
     options: by layer, COMPUTE among them.
     """
+    hulls = {layer: hull(of_layer) for layer, of_layer in options.items()}
     steps = sorted(
-        (step for layer, of_layer in options.items() for step in _steps(layer, hull(of_layer))),
+        (step for layer, of_layer in hulls.items() for step in _steps(layer, of_layer)),
         key=lambda step: (step[0], step[1]),
     )
     computes = {layer: _compute(of_layer) for layer, of_layer in options.items()}
-    chosen = {layer: hull(of_layer)[0] for layer, of_layer in options.items()}
+    chosen = {layer: of_layer[0] for layer, of_layer in hulls.items()}
     found = [Choice(options=computes)] + ([Choice(options=dict(chosen))] if chosen != computes else [])
     for _, layer, option in steps:
         chosen[layer] = option

@@ -116,7 +116,7 @@ def plan_within(
     def measure(place: int) -> float:
         if place not in known:
             choice = choices[place]
-            known[place], _ = judge.judge({number: one.layer for number, one in choice.options.items()})
+            known[place] = judge.judge(choice.layers)
             note(f"expected KL {choice.damage:.4f}, measured {known[place]:.4f}, {1e3 * choice.seconds:.1f} ms")
         return known[place]
 
@@ -129,11 +129,8 @@ def plan_within(
     for point in range(_POINTS):
         measure(round(point * (len(choices) - 1) / (_POINTS - 1)))
     points = [Point(choice=choice, measured=known.get(number)) for number, choice in enumerate(choices)]
-    layers = [LayerPlan(mode=Mode.COMPUTE) for _ in maps.layers]
-    for number, option in choices[place].options.items():
-        layers[number] = option.layer
     return Planned(
-        plan=with_layers(maps, layers),
+        plan=with_layers(maps, choices[place].layers),
         point=points[place],
         options=options,
         points=points,

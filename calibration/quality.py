@@ -32,6 +32,11 @@ class Quality:
     density: float
 
 
+def kl_divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) in nats of each row, f32 [rows]; f32 [rows, vocab_size] log-probabilities."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
 def compare(
     exact: torch.Tensor, reused: torch.Tensor, next_ids: Sequence[int], num_prefix: int, density: float
 ) -> Quality:
@@ -40,7 +45,7 @@ def compare(
     next_ids: the token behind each row; of the last row, behind which there is none, it may be missing.
     """
     log_p, log_q = exact.log_softmax(-1), reused.log_softmax(-1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    kl = kl_divergence(log_p, log_q)
     same = (exact.argmax(-1) == reused.argmax(-1)).float()
     targets = torch.tensor(next_ids, device=exact.device)[:, None]
     rise = (log_p[: len(targets)].gather(1, targets) - log_q[: len(targets)].gather(1, targets))[:, 0]

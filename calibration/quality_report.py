@@ -20,7 +20,6 @@ def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
     for one in judged:
         plan = one.plan
         reusing = plan.reusing_layers
-        modes = sorted({plan.layers[number].mode.value for number in reusing})
         cost = {
             "context": one.context,
             "estimated_ms": 1e3 * one.cost.seconds,
@@ -33,7 +32,7 @@ def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
                 "plan": plan.name,
                 "prefix": one.prefix,
                 "num_documents": quality.num_documents,
-                "method": "+".join(modes) if run is Run.PLAN else run.value,
+                "method": "+".join(plan.reusing_modes) if run is Run.PLAN else run.value,
                 "from_layer": reusing[0] if reusing else None,
                 "density": quality.density,
                 "prefix_kl": quality.prefix_kl,

@@ -41,9 +41,8 @@ def quality_table(judged: Sequence[Judged]) -> Table:
         first = str(one.plan.reusing_layers[0]) if layers else "-"
         top_ps = sorted({layer.top_p for layer in layers if layer.needs_map})
         top_p = "-".join(f"{p:g}".lstrip("0") for p in dict.fromkeys((top_ps[0], top_ps[-1]))) if top_ps else "-"
-        modes = "+".join(sorted({layer.mode.value for layer in layers}))
         for run, quality in one.quality.items():
-            name = modes if run is Run.PLAN and layers else run
+            name = "+".join(one.plan.reusing_modes) if run is Run.PLAN and layers else run
             table.add_row(one.plan.name, f"{first}, {top_p}", name, *_numbers(quality))
     return table
 

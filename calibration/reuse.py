@@ -17,6 +17,7 @@ from mapflow.kernels.attention_map import decode_mass, encode_mass
 from mapflow.kernels.mask import guide_mask, mask_density, static_mask
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, decode_tiles, encode_tiles
 from mapflow.kernels.top_p import select_top_p
+from mapflow.kernels.translate_reference import dense_head_weights
 
 _BISECTIONS = 12
 
@@ -177,9 +178,8 @@ class ReuseAttention:
         """The sender's kept tiles, combined, times the receiver's values, into `output`."""
         assert layer.sender_layer is not None
         block, record = self._plan.block, self._sender[layer.sender_layer]
-        index, weight = self._plan.head_index[call.layer].long(), self._plan.head_weight[call.layer]
-        combine = torch.zeros(call.num_heads, record.call.num_heads).scatter_add(1, index, weight)
-        combine = combine.to(record.mass.device)
+        index, weight = self._plan.head_index[call.layer], self._plan.head_weight[call.layer]
+        combine = dense_head_weights(index, weight, record.call.num_heads).to(record.mass.device)
         kept = select_top_p(record.mass, layer.top_p, first_block_row=0)
         self.densities[call.layer] = mask_density(kept[(combine != 0).any(0)], first_block_row=0)
         for row in range(kept.shape[1]):

@@ -13,9 +13,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from mapflow.calibration.attention import ObservedModel
+from mapflow.calibration.quality import kl_divergence
 from mapflow.calibration.reuse import Recorder, ReuseAttention
 from mapflow.calibration.run_log import RunLog
 from mapflow.connector.plan import LayerPlan, Mode, Plan
@@ -101,7 +100,7 @@ class Judge:
                     outcome = log.get(number, layer, one.layer)
                     if outcome is None:
                         document = document or self._document(number, every)
-                        damage, densities = document.run(self._with({layer: one.layer}))
+                        damage, densities = document.run(with_layers(self._maps, {layer: one.layer}))
                         outcome = damage, densities[layer]
                         log.add(number, layer, one.layer, *outcome)
                     one.damages.append(outcome[0])
@@ -110,19 +109,11 @@ class Judge:
                     progress(done)
         return found
 
-    def judge(self, layers: Mapping[int, LayerPlan]) -> tuple[float, dict[int, float]]:
-        """Prefix KL in nats, and densities by layer, when all of these layers do what they should; means."""
-        damages, densities = [], []
-        for number in range(self.num_documents):
-            damage, of_layers = self._document(number, layers.values()).run(self._with(layers))
-            damages.append(damage)
-            densities.append(of_layers)
-        mean = {layer: statistics.fmean(one[layer] for one in densities) for layer in densities[0]}
-        return statistics.fmean(damages), mean
-
-    def _with(self, layers: Mapping[int, LayerPlan]) -> Plan:
-        compute = LayerPlan(mode=Mode.COMPUTE)
-        return with_layers(self._maps, [layers.get(number, compute) for number in range(len(self._maps.layers))])
+    def judge(self, layers: Mapping[int, LayerPlan]) -> float:
+        """Prefix KL in nats when all of these layers do what they should; mean over documents."""
+        plan = with_layers(self._maps, layers)
+        documents = (self._document(number, layers.values()) for number in range(self.num_documents))
+        return statistics.fmean(document.run(plan)[0] for document in documents)
 
     def _document(self, number: int, layers: Iterable[LayerPlan]) -> _Document:
         ids = self._documents[number]
@@ -144,17 +135,17 @@ class _Document:
         """Prefix KL and densities of a plan."""
         reuse = ReuseAttention(plan, self._records, num_rows=len(self._ids))
         log_q = self._receiver.run(self._ids, reuse, logits_from=self._from).log_softmax(-1)
-        kl = torch.nn.functional.kl_div(log_q, self._log_p, reduction="none", log_target=True).sum(-1).mean()
-        return max(0.0, float(kl)), reuse.densities
+        return max(0.0, float(kl_divergence(self._log_p, log_q).mean())), reuse.densities
 
 
-def with_layers(maps: Plan, layers: Sequence[LayerPlan]) -> Plan:
-    """A plan of these layers, with the head maps that they need of those that `maps` has."""
-    guided = {number for number, layer in enumerate(layers) if layer.mode is Mode.GUIDE}
-    translated = {number for number, layer in enumerate(layers) if layer.mode is Mode.TRANSLATE}
+def with_layers(maps: Plan, layers: Mapping[int, LayerPlan]) -> Plan:
+    """A plan in which these layers do that and all others compute, with the head maps that they need of `maps`."""
+    guided = {number for number, layer in layers.items() if layer.mode is Mode.GUIDE}
+    translated = {number for number, layer in layers.items() if layer.mode is Mode.TRANSLATE}
+    compute = LayerPlan(mode=Mode.COMPUTE)
     return replace(
         maps,
-        layers=tuple(layers),
+        layers=tuple(layers.get(number, compute) for number in range(len(maps.layers))),
         head_map={number: one for number, one in maps.head_map.items() if number in guided},
         head_index={number: one for number, one in maps.head_index.items() if number in translated},
         head_weight={number: one for number, one in maps.head_weight.items() if number in translated},

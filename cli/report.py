@@ -9,6 +9,7 @@ from rich.console import Console
 
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.config import CalibrationError
+from mapflow.calibration.evaluate import check_models
 from mapflow.calibration.example_maps import ExampleMap, example_maps
 from mapflow.calibration.models import load_model, read_facts
 from mapflow.calibration.planned_run import frontier_file
@@ -62,8 +63,6 @@ def _examples(plan: Plan, source: ExampleSource) -> list[ExampleMap]:
     if len(longest) < plan.block:
         raise CalibrationError(f"{source.texts} holds no document of at least {plan.block} tokens; use longer texts")
     facts = [read_facts(path) for path in (source.sender, source.receiver)]
-    for own, spec in zip(facts, (plan.sender, plan.receiver)):
-        if own.spec != spec:
-            raise CalibrationError(f"plan {plan.name} was made for {spec.model_id}, {own.directory} is another model")
+    check_models(plan, *facts)
     models = [ObservedModel(load_model(one, device=source.device, dtype=source.dtype)) for one in facts]
     return example_maps(plan, models[0], models[1], longest)

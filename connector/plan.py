@@ -168,6 +168,11 @@ class Plan:
         return tuple(number for number, layer in enumerate(self.layers) if layer.mode is not Mode.COMPUTE)
 
     @property
+    def reusing_modes(self) -> tuple[Mode, ...]:
+        """What those layers do, each mode once, by name."""
+        return tuple(sorted({self.layers[number].mode for number in self.reusing_layers}))
+
+    @property
     def digest(self) -> str:
         """16 hex digits that change whenever reuse under this plan could change a result."""
         hasher = xxhash.xxh3_64(self._json().encode())

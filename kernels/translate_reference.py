@@ -53,7 +53,7 @@ def translate_attention(
     dense_weights = []
     for segment, chunks in zip(segments, maps):
         check_consecutive(chunks)
-        dense_weights.append(_dense_weights(head_index, head_weight, chunks[0].num_heads))
+        dense_weights.append(dense_head_weights(head_index, head_weight, chunks[0].num_heads))
         _check_maps(segment, chunks, kv.device, dense_weights[-1].any(0))
     for segment, chunks, weights in zip(segments, maps, dense_weights):
         out[segment.batch_rows] = _translate_segment(kv, segment, chunks, weights.view(-1, group, weights.shape[1]))
@@ -87,7 +87,7 @@ def _check_maps(
             raise ValueError(f"maps: expected tiles of every head used, got none for {missing} in {chunk.chunk_index}")
 
 
-def _dense_weights(head_index: torch.Tensor, head_weight: torch.Tensor, num_sender_heads: int) -> torch.Tensor:
+def dense_head_weights(head_index: torch.Tensor, head_weight: torch.Tensor, num_sender_heads: int) -> torch.Tensor:
     """float32 [Hr, num_sender_heads]; raises ValueError for a head outside the maps."""
     if head_index.numel() and not bool(((head_index >= 0) & (head_index < num_sender_heads)).all()):
         low, high = (int(bound) for bound in head_index.aminmax())

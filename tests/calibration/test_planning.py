@@ -32,9 +32,9 @@ class _Judge:
     def __init__(self, factor: float) -> None:
         self.factor, self.asked = factor, 0
 
-    def judge(self, layers: Mapping[int, LayerPlan]) -> tuple[float, dict[int, float]]:
+    def judge(self, layers: Mapping[int, LayerPlan]) -> float:
         self.asked += 1
-        return self.factor * sum(damage(number, one) for number, one in layers.items()), {}
+        return self.factor * sum(damage(number, one) for number, one in layers.items())
 
 
 def damage(number: int, layer: LayerPlan) -> float:

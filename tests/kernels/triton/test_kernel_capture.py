@@ -156,13 +156,16 @@ class Captures:
 
     def run(self, *steps: Sequence[Rows]) -> list[FinishedMap]:
         """All steps; every finished map is the reference's. They are fetched late, as by a slow thread."""
+        return self.check(*self.steps(*steps))
+
+    def steps(self, *steps: Sequence[Rows]) -> tuple[list[FinishedMap], list[FinishedMap]]:
+        """As `step`, of all of them."""
         got, wanted = [], []
         for step in steps:
             ours, theirs = self.step(*step)
             got += ours
             wanted += theirs
-            del ours
-        return self.check(got, wanted)
+        return got, wanted
 
     def check(self, got: list[FinishedMap], wanted: Sequence[FinishedMap]) -> list[FinishedMap]:
         """Compare; takes the maps out of `got`, and out of the buffer."""
@@ -252,11 +255,7 @@ def test_tiles_with_the_log_sum_exps_of_the_engine(
 ) -> None:
     """The same tiles where both keep them; what is kept is chosen by fewer rows, where the engine said all of them."""
     captures = Captures(Prompts(device, 421), TILES, row_stride=4, says_row_lse=lambda step: says[step])
-    got, wanted = [], []
-    for step in cut(0, *edges):
-        ours, theirs = captures.step(*step)
-        got += ours
-        wanted += theirs
+    got, wanted = captures.steps(*cut(0, *edges))
     captures.fetch()
     both = either = 0
     for ours, theirs in zip(got, wanted, strict=True):
@@ -275,11 +274,7 @@ def test_masses_with_the_log_sum_exps_of_the_engine(
 ) -> None:
     """Near the reference's, also where a block row is measured in steps with them and without."""
     captures = Captures(Prompts(device, 421), MASSES, says_row_lse=lambda step: says[step])
-    got, wanted = [], []
-    for step in cut(0, *edges):
-        ours, theirs = captures.step(*step)
-        got += ours
-        wanted += theirs
+    got, wanted = captures.steps(*cut(0, *edges))
     captures.fetch()
     assert len(got) == 3
     for ours, theirs in zip(got, wanted, strict=True):
