@@ -1,7 +1,8 @@
 """Where a prefill's GPU time goes, with and without reuse: `python benchmarks/prefill_trace.py`, on a GPU with vLLM.
 
-One prompt at a time through plain vLLM, through a receiver that finds maps in pinned memory (guide, translate), and
-through a sender that publishes for nobody, masses, or tiles. Prints a table and writes
+One prompt at a time through plain vLLM, through a receiver that opts out or finds maps in pinned memory (guide,
+translate), and through a sender that publishes for nobody, masses, or tiles. The sender has a daemon of its own, where
+nobody but this benchmark says what is wanted. Prints a table and writes
 `benchmarks/results/trace-<gpu>.json`: milliseconds by kind of work and by kernel, of the trace with the median busy
 time. Tracing slows the host down, so these say nothing about time to first token; `ttft.py` does.
 """
@@ -41,11 +42,11 @@ def main() -> None:
     """Parse, set up, trace, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="qwen3-8b", help="of sender and receiver")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 16384])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 8192, 16384])
     parser.add_argument("--guide-density", type=float, default=0.1)
     parser.add_argument("--translate-density", type=float, default=0.05)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--arena", default="48GiB", help="of the daemon")
+    parser.add_argument("--arena", default="32GiB", help="of each of the two daemons; tiles of 16k tokens take 10 GB a prompt")
     add_options(parser)
     arguments = parser.parse_args()
     report: dict[str, Any] = {**header(arguments), "model": arguments.model, "cases": []}
@@ -62,29 +63,34 @@ def main() -> None:
             files.append(folder / f"{mode.value}.safetensors")
             plans[mode.value].save(files[-1])
         densities = {"guide": arguments.guide_density, "translate": arguments.translate_density}
-        endpoint = stack.enter_context(daemon(folder, arguments))
-        engines = sender_settings(model, endpoint, block, arguments)
+        ends = {}
+        for role in ("receiver", "sender"):
+            (folder / role).mkdir()
+            ends[role] = stack.enter_context(daemon(folder / role, arguments))
+        engines = sender_settings(model, ends["sender"], block, arguments)
         del engines[AGAIN]
-        engines["receiver"] = receiver_settings(model, endpoint, files, arguments)
+        engines["receiver"] = receiver_settings(model, ends["receiver"], files, arguments)
         running = stack.enter_context(started(engines, arguments.logs or folder))
         namespace = plans["guide"].namespace()
         producer = Producer.of(plans["guide"].sender.model_id, "bfloat16")
-        client = stack.enter_context(connected(endpoint, namespace, producer))
+        publisher = stack.enter_context(connected(ends["receiver"], namespace, producer))
+        wanting = stack.enter_context(connected(ends["sender"], namespace, producer))
 
         def trace(engine: str, prompt: list[int], mapflow: dict[str, Any] | None) -> dict[str, Any]:
-            settled(endpoint)
+            settled(ends.get(engine, ends["sender"]))
             return running[engine].ask(prompt, mapflow, trace=True)["trace"]
 
         for context in arguments.contexts:
-            found = {"plain": [trace("plain", make_prompt(context, n), None) for n in range(arguments.repeats + 1)]}
+            rounds = range(arguments.repeats + 1)
+            found = {"plain": [trace("plain", make_prompt(context, n), None) for n in rounds]}
+            found["opts out"] = [trace("receiver", make_prompt(context, n), {"reuse": False}) for n in rounds]
             for number, (mode, plan) in enumerate(plans.items()):
                 prompt = make_prompt(context, 100 + number)
-                publish(client, namespace, producer, plan, prompt, densities[mode])
-                rounds = range(arguments.repeats + 1)
+                publish(publisher, namespace, producer, plan, prompt, densities[mode])
                 found[mode] = [trace("receiver", prompt, {"plan": mode}) for _ in rounds]
             for number, (mode, wanted) in enumerate({"nobody": None, **plans}.items()):
-                client.set_interests([interest_of(wanted, namespace)] if wanted is not None else [])
-                prompts = [make_prompt(context, 1000 * (number + 1) + n) for n in range(arguments.repeats + 1)]
+                wanting.set_interests([interest_of(wanted, namespace)] if wanted is not None else [])
+                prompts = [make_prompt(context, 1000 * (number + 1) + n) for n in rounds]
                 found[f"publish: {mode}"] = [trace("sender", prompt, None) for prompt in prompts]
             for mode, traces in found.items():
                 case = {"context": context, "mode": mode, **median_trace(traces[1:])}
