@@ -21,7 +21,8 @@ _KINDS = (
 
 
 def traced(call: Callable[[], object]) -> dict[str, Any]:
-    """Run a call and say what the GPU did: "busy_ms", "span_ms" from first to last, "kinds" and "kernels" in ms.
+    """Run a call and say what the GPU did: "busy_ms", "span_ms" from first to last, "kinds" and "kernels" in ms, and
+    the longest "gaps" in between: when, how long, and the kernels on either side.
 
     Without a GPU: what PyTorch's operators did, to try the benchmark.
     """
@@ -39,17 +40,22 @@ def summary(spans: Iterable[tuple[float, float, str]]) -> dict[str, Any]:
     """As `traced`, of (begin, end, kernel), in milliseconds. Copies count as busy only where nothing else runs."""
     kernels: dict[str, float] = defaultdict(float)
     kinds: dict[str, float] = defaultdict(float)
-    busy, reached, first = 0.0, float("-inf"), None
+    gaps: list[dict[str, Any]] = []
+    busy, reached, first, before = 0.0, float("-inf"), None, ""
     for begin, end, name in sorted(spans):
         kernels[name] += end - begin
         kinds[kind_of(name)] += end - begin
         busy += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
         first = begin if first is None else first
+        if begin > reached and before:
+            sides = {"after": before[:60], "before": name[:60]}
+            gaps.append({"at_ms": round(reached - first, 3), "ms": round(begin - reached, 3), **sides})
+        reached, before = max((reached, before), (end, name))
     return {
         "busy_ms": round(busy, 3),
         "span_ms": round(reached - first, 3) if first is not None else 0.0,
         "kinds": {name: round(ms, 3) for name, ms in sorted(kinds.items())},
+        "gaps": sorted(gaps, key=lambda one: -one["ms"])[:8],
         "kernels": {name[:80]: round(ms, 3) for name, ms in sorted(kernels.items(), key=lambda one: -one[1])[:25]},
     }
 

@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--guide-density", type=float, default=0.1)
     parser.add_argument("--translate-density", type=float, default=0.05)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--arena", default="32GiB", help="of each of the two daemons; tiles of 16k tokens take 10 GB a prompt")
+    parser.add_argument(
+        "--arena", default="32GiB", help="of each of the two daemons; tiles of 16k tokens take 10 GB a prompt"
+    )
     add_options(parser)
     arguments = parser.parse_args()
     report: dict[str, Any] = {**header(arguments), "model": arguments.model, "cases": []}

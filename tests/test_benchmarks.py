@@ -39,7 +39,9 @@ def test_a_gpu_is_busy_where_anything_runs(benchmark_module) -> None:
     assert found["busy_ms"] == 4.0 and found["span_ms"] == 6.0, "of 0 to 3 and 5 to 6"
     assert found["kinds"] == {"attention": 2.0, "copies": 1.0, "matrix products": 1.0, trace.OURS: 2.0}
     assert list(found["kernels"].values()) == [2.0, 2.0, 1.0, 1.0]
-    assert trace.summary([]) == {"busy_ms": 0.0, "span_ms": 0.0, "kinds": {}, "kernels": {}}
+    sides = {"after": "_masses_kernel", "before": "Memcpy DtoH (Device -> Pinned)"}
+    assert found["gaps"] == [{"at_ms": 3.0, "ms": 2.0, **sides}]
+    assert trace.summary([]) == {"busy_ms": 0.0, "span_ms": 0.0, "kinds": {}, "gaps": [], "kernels": {}}
     assert {"_checksum_kernel", "guide_hopper_kernel", "_sections_kernel"} <= trace.own_kernels()
 
 

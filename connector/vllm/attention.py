@@ -71,15 +71,35 @@ class ReusingAttention:
         worker: MapWorker = connector.map_worker
         number = compat.layer_number(layer.layer_name)
         tokens = attn_metadata.num_actual_tokens
-        if not worker.has_work:
-            if number is None or not worker.times_plain(tokens):
-                return plain(query, attn_metadata, output)
-            context = attn_metadata.max_seq_len
-            return worker.plain(number, tokens, context, lambda: plain(query, attn_metadata, output))
+        if number is not None:
+            worker.layer_begins(number, tokens, attn_metadata.max_seq_len)
+        if worker.has_work:
+            self._with_orders(connector, layer, number, query, kv_cache, attn_metadata, output, plain)
+        else:
+            plain(query, attn_metadata, output)
+        if number is not None:
+            worker.layer_ends(number)
+        return output
+
+    def _with_orders(
+        self,
+        connector: Any,
+        layer: Any,
+        number: int | None,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        plain: Plain,
+    ) -> None:
+        """A layer of a step with orders, whether they are for this layer or not."""
+        worker: MapWorker = connector.map_worker
+        tokens = attn_metadata.num_actual_tokens
         kv = self.paged_kv(layer, kv_cache)
         if number is None or kv is None:  # a layer whose queries are always there
             worker.skip_layer("layer_name" if number is None else "kv_layout", layer.layer_name)
-            return plain(query, attn_metadata, output)
+            plain(query, attn_metadata, output)
+            return
         rows, out = query[:tokens], output.view(output.shape[0], self.num_heads, self.head_size)[:tokens]
         is_eligible = compat.is_plain_attention(self, attn_metadata)
         row_lse: torch.Tensor | None = None
@@ -96,7 +116,7 @@ class ReusingAttention:
             whole()
             if not worker.must_prepare(number):
                 worker.queries.eligible.add(number)
-                return output
+                return
         if is_eligible:
             worker.queries.eligible.add(number)
             try:
@@ -116,7 +136,6 @@ class ReusingAttention:
                 worker.queries.attend(number, rows, kv, self.scale, out)
         if is_eligible:
             self._measure(worker, number, rows, kv, row_lse)
-        return output
 
     def _reuse(
         self,

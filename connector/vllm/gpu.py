@@ -11,17 +11,18 @@ import torch
 from mapflow.connector.plan import Mode, Plan
 from mapflow.connector.vllm.device_arenas import DeviceArenas
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
-from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.pinned import PinnedArenas
-from mapflow.connector.vllm.reuse import EntryReuse, first_reused, reads_from
+from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, reads_from
 from mapflow.connector.vllm.reuse_gain import ReuseGain
 from mapflow.connector.vllm.staged_maps import ReadRuns
 from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.connector.vllm.step_timer import StepSize, StepTimer
 from mapflow.connector.vllm.transfer_model import Transfer, TransferModel
 from mapflow.kernels.paged import PagedKV
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME
 from mapflow.kernels.warm_up import Warmer
 
+TIMED_ROWS = 1024  # of a step that is large enough to be a prefill
 _GUIDE_STAGING_BYTES = 256 << 20
 _TRANSLATE_STAGING_BYTES = 2 << 30  # two layers of Qwen3-8B's heads at 32k tokens and density 0.05
 
@@ -57,18 +58,32 @@ class GpuReuse:
         self._tensors = DevicePlans(device)
         self._model = TransferModel()
         self._gain = ReuseGain()
-        self._timer = LayerTimer(device, min(map(first_reused, plans)), len(plans[0].layers) - 1)
+        self._timer = StepTimer(device, len(plans[0].layers) - 1)
         self._cost_model = cost_model
 
-    def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRuns) -> KernelReuse:
-        """Reuse of one step whose batch has `num_rows` rows; what earlier ones took tells which maps come in time."""
-        self._learn()
+    def layer_begins(self, layer: int, num_rows: int, context: int) -> None:
+        """A layer of a step begins; context: tokens of its longest request."""
+        if layer == 0 and num_rows >= TIMED_ROWS:
+            self._learn()
+            self._timer.begin(StepSize(num_rows=num_rows, context=context))
+
+    def layer_ends(self, layer: int) -> None:
+        """Its attention was launched."""
+        self._timer.end(layer)
+
+    def step(self, entries: Sequence[EntryReuse], num_rows: int, read: ReadRuns) -> StepReuse:
+        """Reuse of one step whose batch has `num_rows` rows; what earlier ones took tells which maps come in time.
+
+        A step that reuse would make slower gets none: its entries have no ranges then.
+        """
         size = _size(entries, num_rows)
         if self._cost_model and size.plans and not self._gain.pays(size.num_rows, size.context, size.plans):
-            size = replace(size, plans=frozenset())
+            self._timer.resize(replace(size, plans=frozenset()))
             for one in entries:
                 one.ranges.clear()
                 one.report.reasons["no_gain"] += 1
+            return StepReuse(entries)
+        self._timer.resize(size)
         return KernelReuse(
             entries,
             size=size,
@@ -77,7 +92,6 @@ class GpuReuse:
             plans=self._tensors,
             read=read,
             late=partial(self._late, size),
-            timer=self._timer,
         )
 
     def _late(self, size: StepSize, plan: Plan, wanted: Sequence[Transfer]) -> set[int]:
@@ -85,16 +99,6 @@ class GpuReuse:
             return set()
         saved = self._gain.saved_s(size.num_rows, size.context, size.plans) if size.plans else None
         return self._model.late(wanted, size.num_rows, size.context, begin=reads_from(plan), saved_s=saved)
-
-    def plain_begins(self, layer: int, num_rows: int, context: int) -> None:
-        """A layer of a step without orders begins; what it takes is what reuse is compared with."""
-        if layer == 0:
-            self._learn()
-        self._timer.begin(layer, StepSize(num_rows=num_rows, context=context))
-
-    def plain_ends(self, layer: int) -> None:
-        """It was launched."""
-        self._timer.end(layer)
 
     def _learn(self) -> None:
         for num_bytes, seconds, num_parts in self._staging.copies_done():

@@ -12,11 +12,11 @@ import torch
 
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.vllm.kept_blocks import KeptBlocks
-from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.messages import ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse, segment
 from mapflow.connector.vllm.staged_maps import ReadRuns, StagedMaps
 from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.connector.vllm.step_timer import StepSize
 from mapflow.connector.vllm.transfer_model import Transfer
 from mapflow.kernels.block_rows import BlockIndex, BlockRows, ChunkSpan
 from mapflow.kernels.guide import guide_attention
@@ -59,7 +59,6 @@ class KernelReuse(StepReuse):
         plans: DevicePlans,
         read: ReadRuns,
         late: Late,
-        timer: LayerTimer,
     ) -> None:
         """size: of the step; its rows are those of the batch's query and out."""
         super().__init__(entries)
@@ -67,7 +66,6 @@ class KernelReuse(StepReuse):
         self._rows: dict[tuple[int, ...], tuple[BlockRows, tuple[ChunkSpan, ...]]] = {}
         self._static: dict[tuple[tuple[int, ...], int, int], BlockIndex] = {}
         self._counts = KeptBlocks()
-        self._timer = timer
         self._groups: list[tuple[Plan, list[EntryReuse], StagedMaps]] = []
         for plan in {id(one.plan): one.plan for one in entries}.values():
             of_plan = [one for one in entries if one.plan is plan]
@@ -79,7 +77,6 @@ class KernelReuse(StepReuse):
 
     def prepare(self, layer: int) -> None:
         """Start the copies that this layer and the next ones need."""
-        self._timer.begin(layer, self._size)
         for _, _, maps in self._groups:
             maps.prepare(layer)
 
@@ -126,12 +123,10 @@ class KernelReuse(StepReuse):
         """What only layers up to this one read may be overwritten."""
         for _, _, maps in self._groups:
             maps.finish(layer)
-        self._timer.end(layer)
 
     def end(self) -> None:
         """The step is over, whatever came of it. Waits for the GPU if a request asked for a report."""
         self._staging.consume_all()
-        self._timer.drop()
         self._counts.report()
 
     def _guide_index(self, plan: Plan, of_layer: LayerPlan, layer: int, table: MapTable, rows: BlockRows) -> BlockIndex:

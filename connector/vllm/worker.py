@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-TIMED_ROWS = 1024
 _MAPS_AT_ONCE = 128  # to be published
 
 
@@ -108,17 +107,15 @@ class MapWorker:
         """Whether this step holds any order at all."""
         return bool(self._steps)
 
-    def times_plain(self, num_rows: int) -> bool:
-        """Whether a step without orders is timed: on a GPU, and large enough to be a prefill."""
-        return self._gpu is not None and num_rows >= TIMED_ROWS
+    def layer_begins(self, layer: int, num_rows: int, context: int) -> None:
+        """A layer of any step begins; context: tokens of its longest request. Steps that publish are not timed."""
+        if self._gpu is not None and not self._captures:
+            self._gpu.layer_begins(layer, num_rows, context)
 
-    def plain(self, layer: int, num_rows: int, context: int, attend: Callable[[], _T]) -> _T:
-        """Time a layer of a step without orders; context: tokens of its longest request."""
-        assert self._gpu is not None
-        self._gpu.plain_begins(layer, num_rows, context)
-        result = attend()
-        self._gpu.plain_ends(layer)
-        return result
+    def layer_ends(self, layer: int) -> None:
+        """Its attention was launched."""
+        if self._gpu is not None:
+            self._gpu.layer_ends(layer)
 
     @property
     def is_placed(self) -> bool:
@@ -153,6 +150,8 @@ class MapWorker:
             self._reuse = StepReuse(entries)
         elif entries:
             self._reuse = self._gpu.step(entries, query_start[-1], self._maps.runs)
+            if not self._captures and not any(one.ranges for one in entries):
+                self._steps = ()  # nothing left to do
 
     def may_reuse(self, layer: int) -> bool:
         """Whether any order of this step is for this layer; known before `place`."""

@@ -15,11 +15,11 @@ from mapflow.connector.plan import LayerPlan, Mode, ModelSpec, Plan
 from mapflow.connector.vllm.batch import BatchRow
 from mapflow.connector.vllm.gpu import GpuReuse
 from mapflow.connector.vllm.kernel_reuse import DevicePlans, KernelReuse
-from mapflow.connector.vllm.layer_timer import LayerTimer, StepSize
 from mapflow.connector.vllm.map_reader import MapRun
 from mapflow.connector.vllm.messages import MappedChunk, RequestStep, ReuseOrder
 from mapflow.connector.vllm.reuse import EntryReuse, StepReuse
 from mapflow.connector.vllm.staging import StagingBuffer
+from mapflow.connector.vllm.step_timer import StepSize
 from mapflow.connector.vllm.transfer_model import TransferModel
 from mapflow.kernels.attention_map import AttentionMap, TileSet
 from mapflow.kernels.blob_run import read_runs
@@ -173,7 +173,6 @@ class _Step:
             plans=DevicePlans(device),
             read=self.read,
             late=lambda _, wanted: (model or TransferModel()).late(wanted, rows, size.context, saved_s=0.0),
-            timer=LayerTimer(device, 1, len(LAYERS) - 1),
         )
 
 

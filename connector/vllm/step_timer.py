@@ -1,4 +1,7 @@
-"""How long a layer of a step takes on the GPU, from events around the layers that reuse; nothing waits for them."""
+"""How long a layer of a step takes on the GPU, from an event at either end of the step; nothing waits for them.
+
+Timed is everything from the first attention layer to the last, and so also what the host makes a GPU wait for.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +35,29 @@ class _Step:
     ended: Any = None
 
 
-class LayerTimer:
+class StepTimer:
     """Of one worker. Without a GPU nothing is observed."""
 
-    def __init__(self, device: torch.device, first: int, last: int) -> None:
-        """first, last: layers of the receiver between whose attention a step is timed."""
+    def __init__(self, device: torch.device, last: int) -> None:
+        """last: number of the model's last layer."""
         self._device = device
-        self._first, self._last = first, last
+        self._last = last
         self._now: _Step | None = None
         self._done: deque[_Step] = deque()
 
-    def begin(self, layer: int, size: StepSize) -> None:
-        """A layer's attention is about to be launched."""
-        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return
-        if layer == self._first < self._last:
+    def begin(self, size: StepSize) -> None:
+        """The attention of a step's first layer is about to be launched."""
+        self._now = None  # a step may have ended in the middle
+        if self._device.type == "cuda" and self._last and not torch.cuda.is_current_stream_capturing():
             self._now = _Step(size, self._event())
 
+    def resize(self, size: StepSize) -> None:
+        """What the step is turned out to be."""
+        if self._now is not None:
+            self._now.size = size
+
     def end(self, layer: int) -> None:
-        """It was launched."""
+        """A layer's attention was launched."""
         if self._now is not None and layer == self._last:
             self._now.ended = self._event()
             self._done.append(self._now)
@@ -61,12 +68,8 @@ class LayerTimer:
         found = []
         while self._done and self._done[0].ended.query():
             one = self._done.popleft()
-            found.append((one.size, 1e-3 * one.started.elapsed_time(one.ended) / (self._last - self._first)))
+            found.append((one.size, 1e-3 * one.started.elapsed_time(one.ended) / self._last))
         return found
-
-    def drop(self) -> None:
-        """A step ended in the middle."""
-        self._now = None
 
     def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
