@@ -117,7 +117,7 @@ def build_plan(
         layers[number] = LayerPlan(
             mode=mode,
             sender_layer=fit.sender_layer,
-            top_p=config.top_p,
+            top_p=config.share,
             sink_blocks=config.sink_blocks,
             local_blocks=config.local_blocks,
             error=fit.error,

@@ -40,7 +40,7 @@ class CalibrationConfig:
         out: the plan to write; its stem is the plan's name.
         mode: guide or translate, for every layer that reuses.
         first_layer: first receiver layer that reuses; the ones below compute. None: a sixth of the depth, 1 to 3.
-        top_p: probability mass kept in each block row, in (0, 1].
+        top_p: share kept in each block row, in (0, 1], see `LayerPlan`; None for what suits the mode.
         sink_blocks: leading column blocks that guide always keeps.
         local_blocks: column blocks up to the diagonal that guide always keeps.
         heads_per_head: sender heads combined into each receiver head by translate; None: all of them.
@@ -64,7 +64,7 @@ class CalibrationConfig:
     out: Path
     mode: Mode = Mode.GUIDE
     first_layer: int | None = None
-    top_p: float = 0.9
+    top_p: float | None = None
     sink_blocks: int = 1
     local_blocks: int = 2
     heads_per_head: int | None = None
@@ -103,8 +103,9 @@ class CalibrationConfig:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise CalibrationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
         for name in ("top_p", "row_fraction"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise CalibrationError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value <= 1.0:
+                raise CalibrationError(f"{name} must be in (0, 1], got {value}")
         for name, least in (("first_layer", 0), ("sink_blocks", 0), ("local_blocks", 1), ("heads_per_head", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -146,6 +147,13 @@ class CalibrationConfig:
     def min_tokens(self) -> int:
         """Calibration tokens below which a fit would mean nothing: four chunks."""
         return 4 * self.chunk_tokens
+
+    @property
+    def share(self) -> float:
+        """`top_p`, or what its mode takes by default: both keep about a sixth of the blocks at 4k tokens."""
+        if self.top_p is not None:
+            return self.top_p
+        return 0.6 if self.mode is Mode.GUIDE else 0.9
 
     def resolve_first_layer(self, num_layers: int) -> int:
         """First receiver layer that reuses, given the receiver's depth.

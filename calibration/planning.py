@@ -15,7 +15,7 @@ from mapflow.calibration.planner import Choice, Option, fastest, frontier, gentl
 from mapflow.calibration.sensitivity import Candidates, Judge, Measured, with_layers
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 
-GUIDE_P = (0.5, 0.7, 0.8, 0.9, 0.95)
+GUIDE_P = (0.4, 0.5, 0.6, 0.7, 0.8)
 TRANSLATE_P = (0.8, 0.9, 0.97)
 STATIC_BLOCKS = (2, 4, 8, 16)
 _ROUNDS = 6

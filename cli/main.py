@@ -109,7 +109,10 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="Plan to write, NAME.safetensors.")],
     mode: Annotated[Literal["guide", "translate"], typer.Option(help="How layers reuse maps.")] = "guide",
     first_layer: Annotated[int | None, typer.Option(help="First receiver layer that reuses.")] = None,
-    top_p: Annotated[float, typer.Option(help="Probability mass kept in each block row.")] = 0.9,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Share kept in each block row: of root masses (guide, 0.6), of masses (translate, 0.9)."),
+    ] = None,
     sink_blocks: Annotated[int, typer.Option(help="Leading blocks that guide always keeps.")] = 1,
     local_blocks: Annotated[int, typer.Option(help="Blocks up to the diagonal that guide always keeps.")] = 2,
     heads_per_head: Annotated[int | None, typer.Option(help="Sender heads per receiver head (translate).")] = None,

@@ -64,7 +64,8 @@ class LayerPlan:
     Attributes:
         mode: how the layer gets its attention.
         sender_layer: the sender layer it reuses; None where the mode needs none.
-        top_p: probability mass kept in each block row, in (0, 1]; of masses for guide, of tiles for translate.
+        top_p: share kept in each block row, in (0, 1]: of the masses' square roots for guide, see
+            `mask.guide_mask`, of the masses for the tiles of translate.
         sink_blocks: leading column blocks that guide and static always keep.
         local_blocks: column blocks up to and including the diagonal that guide and static always keep.
         error: relative L2 error of the layer's attention output on calibration text when translated densely.
@@ -252,7 +253,7 @@ def _from_json(name: str, document: dict[str, object], tensors: Mapping[str, tor
 
 
 def with_top_p(plan: Plan, top_p: float) -> Plan:
-    """The same plan with another probability mass in every guide and translate layer."""
+    """The same plan with another `top_p` in every guide and translate layer."""
     return replace(
         plan, layers=tuple(replace(layer, top_p=top_p) if layer.needs_map else layer for layer in plan.layers)
     )

@@ -73,10 +73,12 @@ def guide_mask(
     """The blocks that each receiver head attends to.
 
     mass: float32 [Hs, R, C], the sender's masses (`stack_masses`). head_map: float32 [Hr, Hs]; receiver head i takes
-    `sum_s head_map[i, s] * mass[s]`, negative results as 0. `p` as in `select_top_p`.
+    `sum_s head_map[i, s] * mass[s]`, negative results as 0. `p` as in `select_top_p`, a share of square roots.
 
-    Returns bool [Hr, R, C]: top-p of the translated masses, and the floor. A row whose translated masses are all 0
-    keeps every causal block. Raises ValueError for wrong shapes or NaN.
+    Returns bool [Hr, R, C]: the largest masses until their square roots hold the share p of the row's, and the floor.
+    Shares of roots spend more blocks on rows whose mass is spread than shares of masses do, and fewer on the others,
+    which is closer at equal density (docs/calibration.md). A row whose translated masses are all 0 keeps every causal
+    block. Raises ValueError for wrong shapes or NaN.
     """
     check_tensor("mass", mass, shape=("Hs", "R", "C"), dtypes=(torch.float32,))
     shape = ("Hr", mass.shape[0])
@@ -85,7 +87,7 @@ def guide_mask(
     translated = torch.einsum("is,src->irc", head_map, mass).clamp_min_(0.0)
     if mass.device.type == "cpu" and not bool(translated.isfinite().all()):
         raise ValueError("mass or head_map: expected finite values, got NaN or infinity")
-    kept = select_top_p(translated, p, first_block_row=first_block_row)
+    kept = select_top_p(translated.sqrt_(), p, first_block_row=first_block_row)
     floor = floor_mask(
         first_block_row=first_block_row,
         num_block_rows=mass.shape[1],

@@ -161,7 +161,7 @@ def _select_kernel(
             stored = tl.load(masses + column, mask=column < chunk_columns, other=0).to(tl.float32)
             translated += tl.load(head_map + head * num_sender_heads + sender_head) * (stored * stored)
         translated = tl.where(causal, tl.maximum(translated, 0.0), 0.0)
-        kept = (_keep_top_p(translated, causal, p) | floor) & causal
+        kept = (_keep_top_p(tl.sqrt_rn(translated), causal, p) | floor) & causal
     if SOURCE == 1:
         row = mass + tl.load(line + 6).to(tl.int64) * stride_mass_row + head.to(tl.int64) * stride_mass_head
         kept = (_keep_top_p(tl.sqrt(tl.load(row + column, mask=causal, other=0.0)), causal, p) | floor) & causal

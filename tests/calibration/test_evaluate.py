@@ -73,7 +73,7 @@ def test_copied_heads_guide_as_well_as_the_receivers_own(copied_pair, tmp_path: 
 
 def test_maps_of_another_text_are_others(pair, tmp_path: Path, texts_of) -> None:
     """The first text has no other, and one that is longer than the text before it neither."""
-    plan = plan_of(pair, tmp_path, top_p=0.6, local_blocks=1)
+    plan = plan_of(pair, tmp_path, top_p=0.4, local_blocks=1)
     (judged,) = evaluate(evaluation(pair, texts_of(600, 600, 300, 600, seed=9)), [plan])
     assert judged.quality[Run.OTHER_TEXT].num_documents == 2 and judged.quality[Run.PLAN].num_documents == 4
     (alone,) = evaluate(evaluation(pair, texts_of(600, 600, seed=9)), [plan])

@@ -59,7 +59,7 @@ def test_options_harm_less_the_more_they_keep(pair, tmp_path: Path) -> None:
     assert all(layer.mode is Mode.COMPUTE for layer in plan.layers)
     for options in json.loads(frontier_file(config.out).read_text())["options"].values():
         guided = [one for one in options if one["mode"] == "guide"]
-        assert [one["top_p"] for one in guided] == [0.5, 0.7, 0.8, 0.9, 0.95]
+        assert [one["top_p"] for one in guided] == [0.4, 0.5, 0.6, 0.7, 0.8]
         assert guided[0]["damage"] > guided[-1]["damage"] >= 0.0
         assert guided[0]["density"] < guided[-1]["density"] <= 1.0
         assert all(one["num_bytes"] == 0 for one in options if one["mode"] in ("static", "compute"))

@@ -90,7 +90,7 @@ def test_bad_p_is_refused(p: float) -> None:
     local=st.integers(0, 4),
     p=st.sampled_from([0.0, 0.4, 0.9, 1.0]),
 )
-def test_guide_mask_is_top_p_of_the_translated_masses_and_the_floor(
+def test_guide_mask_is_top_p_of_the_roots_of_translated_masses_and_the_floor(
     first: int, rows: int, sink: int, local: int, p: float
 ) -> None:
     mass = random_masses(3, rows, first + rows, first)
@@ -103,7 +103,7 @@ def test_guide_mask_is_top_p_of_the_translated_masses_and_the_floor(
             diagonal = first + row
             floor = {diagonal, *range(min(sink, diagonal + 1)), *range(max(diagonal - local + 1, 0), diagonal + 1)}
             translated = [
-                max(0.0, sum(float(head_map[head, s]) * float(mass[s, row, c]) for s in range(3)))
+                max(0.0, sum(float(head_map[head, s]) * float(mass[s, row, c]) for s in range(3))) ** 0.5
                 for c in range(first + rows)
             ]
             if p == 0.9 and sum(translated[: diagonal + 1]) > 0:  # keep sums away from p

@@ -49,7 +49,7 @@ def check_guided(
         mass, first = stack_masses(chunks), chunks[0].first_block_row
         wanted = own_rows(guide_mask(mass, head_map, p, first_block_row=first, **floor), segment, table.block, first)
         translated = torch.einsum("is,src->irc", head_map.double(), mass.double()).clamp_min(0)
-        exact = own_rows(translated, segment, table.block, first)
+        exact = own_rows(translated.sqrt(), segment, table.block, first)
         check_masks(got, wanted, exact, p, segment.block_rows(table.block).start)
 
 
