@@ -61,11 +61,19 @@ class GpuReuse:
         self._timer = StepTimer(device, len(plans[0].layers) - 1)
         self._cost_model = cost_model
 
-    def layer_begins(self, layer: int, num_rows: int, context: int) -> None:
-        """A layer of a step begins; context: tokens of its longest request."""
-        if layer == 0 and num_rows >= TIMED_ROWS:
+    def layer_begins(self, layer: int, num_rows: int, context: int, *, is_timed: bool) -> None:
+        """A layer of a step begins.
+
+        Args:
+            layer: its number.
+            num_rows: of the batch.
+            context: tokens of its longest request.
+            is_timed: whether what it takes tells anything.
+        """
+        if layer == 0:
             self._learn()
-            self._timer.begin(StepSize(num_rows=num_rows, context=context))
+            is_prefill = num_rows >= TIMED_ROWS
+            self._timer.begin(StepSize(num_rows=num_rows, context=context) if is_timed and is_prefill else None)
 
     def layer_ends(self, layer: int) -> None:
         """Its attention was launched."""
@@ -76,6 +84,7 @@ class GpuReuse:
 
         A step that reuse would make slower gets none: its entries have no ranges then.
         """
+        self._learn()  # layer 0 of some models is none of ours
         size = _size(entries, num_rows)
         if self._cost_model and size.plans and not self._gain.pays(size.num_rows, size.context, size.plans):
             self._timer.resize(replace(size, plans=frozenset()))

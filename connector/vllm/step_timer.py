@@ -45,10 +45,12 @@ class StepTimer:
         self._now: _Step | None = None
         self._done: deque[_Step] = deque()
 
-    def begin(self, size: StepSize) -> None:
-        """The attention of a step's first layer is about to be launched."""
-        self._now = None  # a step may have ended in the middle
-        if self._device.type == "cuda" and self._last and not torch.cuda.is_current_stream_capturing():
+    def begin(self, size: StepSize | None) -> None:
+        """The attention of a step's first layer is about to be launched; None: of one that is not timed."""
+        self._now = None  # the step before may have ended in the middle
+        if size is None or self._device.type != "cuda" or not self._last:
+            return
+        if not torch.cuda.is_current_stream_capturing():
             self._now = _Step(size, self._event())
 
     def resize(self, size: StepSize) -> None:

@@ -65,9 +65,11 @@ def test_a_step_that_ends_in_the_middle_is_forgotten(clock: list[_Event]) -> Non
     timer.begin(PLAIN)
     timer.end(LAST)
     assert timer.observed() == [(PLAIN, 0.1 / LAST)]
+    timer.begin(REUSED)
+    timer.begin(None)
+    timer.resize(REUSED)
     timer.end(LAST)
-    timer.resize(PLAIN)
-    assert timer.observed() == []
+    assert timer.observed() == [], "the last step is not timed"
 
 
 def test_without_a_gpu_nothing_is_timed() -> None:
