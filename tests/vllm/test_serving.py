@@ -124,15 +124,18 @@ def test_rows_without_queries_change_nothing(cluster, texts) -> None:
 
 
 def test_guide_is_closer_than_translate(cluster, texts) -> None:
-    prompt = texts[2][:3300]
-    cluster.publish(prompt)
-    plain = cluster.plain.complete(prompt, max_tokens=1, logprobs=True).logprobs
-    found = {
-        plan: cluster.receiver.complete(prompt, max_tokens=1, mapflow={"plan": plan, "report": True}, logprobs=True)
-        for plan in ("sparse", "lossy")
-    }
-    assert 0.0 < found["sparse"].report["density"] < 0.9
-    assert kl_divergence(plain, found["sparse"].logprobs) < kl_divergence(plain, found["lossy"].logprobs)
+    """On average: one position of one text says little."""
+    divergence = {"sparse": 0.0, "lossy": 0.0}
+    for text in texts[2:7]:
+        prompt = text[:3300]
+        cluster.publish(prompt)
+        plain = cluster.plain.complete(prompt, max_tokens=1, logprobs=True).logprobs
+        for plan in divergence:
+            wanted = {"plan": plan, "report": True}
+            found = cluster.receiver.complete(prompt, max_tokens=1, mapflow=wanted, logprobs=True)
+            assert 0.0 < found.report["density"] < 0.9
+            divergence[plan] += kl_divergence(plain, found.logprobs)
+    assert divergence["sparse"] < divergence["lossy"] / 2
 
 
 def test_two_receivers_share_one_senders_maps(cluster, texts) -> None:
