@@ -61,19 +61,17 @@ class GpuReuse:
         self._timer = StepTimer(device, len(plans[0].layers) - 1)
         self._cost_model = cost_model
 
-    def layer_begins(self, layer: int, num_rows: int, context: int, *, is_timed: bool) -> None:
-        """A layer of a step begins.
+    def step_begins(self, num_rows: int, context: int, *, is_timed: bool) -> None:
+        """Layer 0 of a step is about to be launched.
 
         Args:
-            layer: its number.
             num_rows: of the batch.
             context: tokens of its longest request.
             is_timed: whether what it takes tells anything.
         """
-        if layer == 0:
-            self._learn()
-            is_prefill = num_rows >= TIMED_ROWS
-            self._timer.begin(StepSize(num_rows=num_rows, context=context) if is_timed and is_prefill else None)
+        self._learn()
+        is_prefill = num_rows >= TIMED_ROWS
+        self._timer.begin(StepSize(num_rows=num_rows, context=context) if is_timed and is_prefill else None)
 
     def layer_ends(self, layer: int) -> None:
         """Its attention was launched."""

@@ -109,8 +109,8 @@ class MapWorker:
 
     def layer_begins(self, layer: int, num_rows: int, context: int) -> None:
         """A layer of any step begins; context: tokens of its longest request. Steps that publish are not timed."""
-        if self._gpu is not None:
-            self._gpu.layer_begins(layer, num_rows, context, is_timed=not self._captures)
+        if layer == 0 and self._gpu is not None:
+            self._gpu.step_begins(num_rows, context, is_timed=not self._captures)
 
     def layer_ends(self, layer: int) -> None:
         """Its attention was launched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def fitted(tmp_path: Path, texts_of: Callable[..., Path]) -> Callable[[Path, Pat
     def fit(sender: Path, receiver: Path) -> tuple[Pair, Plan]:
         pair = Pair(sender=sender, receiver=receiver, texts=texts_of(300, 280, seed=2))
         out = tmp_path / "plan.safetensors"
-        config = CalibrationConfig(**vars_of(pair), out=out, chunk_tokens=64, first_layer=0)
+        config = CalibrationConfig(**asdict(pair), out=out, chunk_tokens=64, first_layer=0)
         return pair, calibrate(config)
 
     return fit
@@ -64,15 +65,11 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def vars_of(pair: Pair) -> dict[str, Path]:
-    return {"sender": pair.sender, "receiver": pair.receiver, "texts": pair.texts}
-
-
 def test_a_receivers_sliding_layers_are_computed(tmp_path: Path, other: Path, fitted, texts_of) -> None:
     pair, plan = fitted(other, qwen(tmp_path / "qwen", [SLIDING, FULL, SLIDING, FULL]))
     assert [layer.mode for layer in plan.layers] == [Mode.COMPUTE, Mode.GUIDE, Mode.COMPUTE, Mode.GUIDE]
     assert set(plan.head_map) == {1, 3}
-    config = EvaluationConfig(**(vars_of(pair) | {"texts": texts_of(500, seed=9)}))
+    config = EvaluationConfig(**(asdict(pair) | {"texts": texts_of(500, seed=9)}))
     (judged,) = evaluate(config, [plan])
     found = judged.quality[Run.PLAN]
     assert 0.0 < found.prefix_kl < 1.0 and 0.0 < found.density < 1.0
