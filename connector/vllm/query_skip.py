@@ -1,7 +1,9 @@
 """The QKV projection without the queries that nobody reads: rows that `translate` reuses need K and V only.
 
 In layers that a plan translates, the projection is one opaque operator, so that `torch.compile`, which would freeze a
-Python condition at trace time, asks anew in every step. Every model class with vLLM's fused QKV layer has it. Left
+Python condition at trace time, asks anew in every step. Steps small enough to replay a CUDA graph compute all queries,
+as they did when it was captured: a graph split at the operator as well would cost every step the launch of one more
+piece a layer. Every model class with vLLM's fused QKV layer has it. Left
 alone: quantised weights (their kernels take the matrix whole), LoRA (which replaces the layer), and engines without a
 plan that translates.
 """
@@ -23,7 +25,7 @@ from mapflow.connector.vllm.config import ConfigError, ConnectorConfig
 
 logger = logging.getLogger(__name__)
 
-OPERATOR = "mapflow::qkv_projection"
+_CODE_VERSION = 2  # of the operator, as compiled code calls it
 _PATCHED = "_mapflow_wraps"
 _library = torch.library.Library("mapflow", "FRAGMENT")
 
@@ -37,9 +39,7 @@ def install() -> None:
     original = QKVParallelLinear.__init__
     if hasattr(original, _PATCHED):
         return
-    direct_register_custom_op(
-        "qkv_projection", qkv_projection, mutates_args=["out"], fake_impl=_writes_out, target_lib=_library
-    )
+    direct_register_custom_op("qkv_projection", qkv_projection, fake_impl=_output, target_lib=_library)
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         original(self, *arguments, **options)
@@ -53,14 +53,9 @@ def install() -> None:
 
 
 def qkv_projection(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    query_width: int,
-    layer_name: str,
-    out: torch.Tensor,
-) -> None:
-    """Write x @ weight.T + bias to out, but no queries of rows whose queries nobody reads.
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int, layer_name: str
+) -> torch.Tensor:
+    """x @ weight.T + bias, [rows, width]; what stands for queries of rows whose queries nobody reads is undefined.
 
     Args:
         x: [rows, hidden].
@@ -68,16 +63,16 @@ def qkv_projection(
         bias: [width] or None.
         query_width: how many of the width are queries.
         layer_name: as vLLM has it.
-        out: [rows, width]; the caller's, because a CUDA graph that reads it knows it by its address.
     """
     ranges = _rows_with_queries(layer_name, x.shape[0])
     if ranges is None:
-        _linear_into(out, x, weight, bias)
-        return
+        return torch.nn.functional.linear(x, weight, bias)
+    out = _output(x, weight, bias, query_width, layer_name)
     _linear_into(out[:, query_width:], x, weight[query_width:], None if bias is None else bias[query_width:])
     for begin, end in ranges:
         own_bias = None if bias is None else bias[:query_width]
         _linear_into(out[begin:end, :query_width], x[begin:end], weight[:query_width], own_bias)
+    return out
 
 
 def _linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -87,15 +82,11 @@ def _linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _writes_out(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    query_width: int,
-    layer_name: str,
-    out: torch.Tensor,
-) -> None:
-    """What a compiler sees."""
+def _output(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int, layer_name: str
+) -> torch.Tensor:
+    """Room for the product; all that a compiler sees of it."""
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _rows_with_queries(layer_name: str, num_rows: int) -> Sequence[tuple[int, int]] | None:
@@ -121,8 +112,7 @@ class _Projection(UnquantizedLinearMethod):
         """x @ weight.T + bias, see `qkv_projection`; whatever comes in front of the rows' dimension stays."""
         rows = x.reshape(-1, x.shape[-1])
         width = layer.num_heads * layer.head_size
-        out = rows.new_empty(rows.shape[0], layer.weight.shape[0])
-        torch.ops.mapflow.qkv_projection(rows, layer.weight, bias, width, layer.prefix, out)
+        out: torch.Tensor = torch.ops.mapflow.qkv_projection(rows, layer.weight, bias, width, layer.prefix)
         return out.view(*x.shape[:-1], -1)
 
 
@@ -135,11 +125,8 @@ def _adopt(layer: Any) -> None:
     if type(layer.quant_method) is not UnquantizedLinearMethod or number not in _translated(config):
         return
     layer.quant_method = _Projection()
-    compilation = config.compilation_config
-    if compilation.splitting_ops and OPERATOR not in compilation.splitting_ops:
-        compilation.splitting_ops.append(OPERATOR)
     if isinstance(config.additional_config, dict):  # part of the name under which compiled code is kept
-        config.additional_config["mapflow_query_skip"] = True
+        config.additional_config["mapflow_query_skip"] = _CODE_VERSION
 
 
 def _translated(config: VllmConfig) -> frozenset[int]:

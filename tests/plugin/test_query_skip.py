@@ -46,8 +46,8 @@ def test_rows_with_queries(
     bias = torch.randn(WIDTH, generator=generator) if with_bias else None
     wanted = torch.nn.functional.linear(x, weight, bias)
     name = "model.layers.3.self_attn.qkv_proj"
-    got = torch.full_like(wanted, torch.nan)
-    query_skip.qkv_projection(x, weight, bias, QUERY_WIDTH, name, got)
+    monkeypatch.setattr(query_skip, "_output", lambda *_: torch.full_like(wanted, torch.nan))
+    got = query_skip.qkv_projection(x, weight, bias, QUERY_WIDTH, name)
     assert worker.asked == [(3, ROWS)]
     torch.testing.assert_close(got[:, QUERY_WIDTH:], wanted[:, QUERY_WIDTH:])
     full = ranges is None or ranges == [(-1, -1)]
@@ -87,8 +87,7 @@ def test_only_layers_that_a_plan_translates(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compat, "active_connector", lambda: SimpleNamespace(map_worker=worker))
 
     def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        torch.ops.mapflow.qkv_projection(x, weight, None, QUERY_WIDTH, "model.layers.2.x", out)
+        out: torch.Tensor = torch.ops.mapflow.qkv_projection(x, weight, None, QUERY_WIDTH, "model.layers.2.x")
         return out + 1.0
 
     compiled = torch.compile(project, backend="eager", fullgraph=True)

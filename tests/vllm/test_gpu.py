@@ -292,7 +292,7 @@ def test_the_same_prompts_again(outcomes: dict[str, Outcome], variant: str, plan
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_small_step_replays_graphs(outcomes: dict[str, Outcome], variant: str) -> None:
-    """One of 8 rows, of an exact request, between whose graphs the projection of a plan's layers runs."""
+    """One of 8 rows, of an exact request, whose graphs hold the projection of a plan's layers."""
     found, dtype = outcomes[variant].batches, DTYPES[variant.partition("-")[0]]
     assert _difference(found["alone"][0], found["exact"][ALONE]) < TOLERANCES[dtype]
 
