@@ -1,7 +1,9 @@
 """The QKV projection without the queries that nobody reads: rows that `translate` reuses need K and V only.
 
 In layers that a plan translates, the projection is one opaque operator, so that `torch.compile`, which would freeze a
-Python condition at trace time, asks anew in every step. Steps small enough to replay a CUDA graph compute all queries,
+Python condition at trace time, asks anew in every step. It knows its layer by the weight that it is given: a name would
+be a constant of the compiled code, which then differs from layer to layer, is compiled once for each, and runs a third
+slower on the host for want of a warm cache. Steps small enough to replay a CUDA graph compute all queries,
 as they did when it was captured: a graph split at the operator as well would cost every step the launch of one more
 piece a layer. Every model class with vLLM's fused QKV layer has it. Left
 alone: quantised weights (their kernels take the matrix whole), LoRA (which replaces the layer), and engines without a
@@ -11,6 +13,7 @@ plan that translates.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,9 +55,7 @@ def install() -> None:
     QKVParallelLinear.__init__ = init
 
 
-def qkv_projection(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int, layer_name: str
-) -> torch.Tensor:
+def qkv_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int) -> torch.Tensor:
     """x @ weight.T + bias, [rows, width]; what stands for queries of rows whose queries nobody reads is undefined.
 
     Args:
@@ -62,12 +63,12 @@ def qkv_projection(
         weight: [width, hidden], queries first.
         bias: [width] or None.
         query_width: how many of the width are queries.
-        layer_name: as vLLM has it.
     """
-    ranges = _rows_with_queries(layer_name, x.shape[0])
+    out = _output(x, weight, bias, query_width)
+    ranges = _rows_with_queries(weight, x.shape[0])
     if ranges is None:
-        return torch.nn.functional.linear(x, weight, bias)
-    out = _output(x, weight, bias, query_width, layer_name)
+        _linear_into(out, x, weight, bias)
+        return out
     _linear_into(out[:, query_width:], x, weight[query_width:], None if bias is None else bias[query_width:])
     for begin, end in ranges:
         own_bias = None if bias is None else bias[:query_width]
@@ -82,17 +83,17 @@ def _linear_into(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-def _output(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int, layer_name: str
-) -> torch.Tensor:
+def _output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, query_width: int) -> torch.Tensor:
     """Room for the product; all that a compiler sees of it."""
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-def _rows_with_queries(layer_name: str, num_rows: int) -> Sequence[tuple[int, int]] | None:
+def _rows_with_queries(weight: torch.Tensor, num_rows: int) -> Sequence[tuple[int, int]] | None:
     connector = compat.active_connector()
-    number = compat.layer_number(layer_name)
-    if connector is None or number is None or not connector.map_worker.has_work:
+    if connector is None or not connector.map_worker.has_work:
+        return None
+    number = _layers.number_of(weight)
+    if number is None:
         return None
     try:
         found: Sequence[tuple[int, int]] | None = connector.map_worker.rows_with_queries(number, num_rows)
@@ -100,6 +101,44 @@ def _rows_with_queries(layer_name: str, num_rows: int) -> Sequence[tuple[int, in
         logger.exception("mapflow: all queries of layer %d are computed", number)
         return None
     return found
+
+
+class AdoptedLayers:
+    """The layers with our projection, found by where their weights are.
+
+    Weights may move (sleep mode, new weights), and what is freed may become another layer's, so an address counts only
+    as long as its layer says the same. Layers that share a weight are not told apart and have all queries computed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._by_address: dict[int, weakref.ref[Any] | None] = {}
+
+    def add(self, layer: Any, number: int) -> None:
+        """A QKV layer that was just built."""
+        self._numbers[layer] = number
+
+    def number_of(self, weight: torch.Tensor) -> int | None:
+        """Of the layer whose weight it is; None if it is nobody's or not one layer's alone."""
+        address = weight.data_ptr()
+        layer = self._at(address)
+        if layer is None or layer.weight.data_ptr() != address:
+            self._look()
+            layer = self._at(address)
+        return None if layer is None else self._numbers[layer]
+
+    def _at(self, address: int) -> Any:
+        found = self._by_address.get(address)
+        return None if found is None else found()
+
+    def _look(self) -> None:
+        self._by_address = {}
+        for layer in self._numbers:
+            address = layer.weight.data_ptr()
+            self._by_address[address] = None if address in self._by_address else weakref.ref(layer)
+
+
+_layers = AdoptedLayers()
 
 
 class _Projection(UnquantizedLinearMethod):
@@ -112,7 +151,7 @@ class _Projection(UnquantizedLinearMethod):
         """x @ weight.T + bias, see `qkv_projection`; whatever comes in front of the rows' dimension stays."""
         rows = x.reshape(-1, x.shape[-1])
         width = layer.num_heads * layer.head_size
-        out: torch.Tensor = torch.ops.mapflow.qkv_projection(rows, layer.weight, bias, width, layer.prefix)
+        out: torch.Tensor = torch.ops.mapflow.qkv_projection(rows, layer.weight, bias, width)
         return out.view(*x.shape[:-1], -1)
 
 
@@ -125,6 +164,7 @@ def _adopt(layer: Any) -> None:
     if type(layer.quant_method) is not UnquantizedLinearMethod or number not in _translated(config):
         return
     layer.quant_method = _Projection()
+    _layers.add(layer, number)
     if isinstance(config.additional_config, dict):  # part of the name under which compiled code is kept
         config.additional_config["mapflow_query_skip"] = _CODE_VERSION
 

@@ -18,6 +18,13 @@ pytestmark = pytest.mark.vllm
 QUERY_WIDTH, WIDTH, HIDDEN, ROWS = 48, 80, 32, 20
 
 
+class SimpleLayer:
+    """What is asked of a projection."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+
 class _Worker:
     has_work = True
 
@@ -45,9 +52,12 @@ def test_rows_with_queries(
     x, weight = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(WIDTH, HIDDEN, generator=generator)
     bias = torch.randn(WIDTH, generator=generator) if with_bias else None
     wanted = torch.nn.functional.linear(x, weight, bias)
-    name = "model.layers.3.self_attn.qkv_proj"
+    layer = SimpleLayer(weight)
+    layers = query_skip.AdoptedLayers()
+    layers.add(layer, 3)
+    monkeypatch.setattr(query_skip, "_layers", layers)
     monkeypatch.setattr(query_skip, "_output", lambda *_: torch.full_like(wanted, torch.nan))
-    got = query_skip.qkv_projection(x, weight, bias, QUERY_WIDTH, name)
+    got = query_skip.qkv_projection(x, weight, bias, QUERY_WIDTH)
     assert worker.asked == [(3, ROWS)]
     torch.testing.assert_close(got[:, QUERY_WIDTH:], wanted[:, QUERY_WIDTH:])
     full = ranges is None or ranges == [(-1, -1)]
@@ -87,12 +97,36 @@ def test_only_layers_that_a_plan_translates(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compat, "active_connector", lambda: SimpleNamespace(map_worker=worker))
 
     def project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mapflow.qkv_projection(x, weight, None, QUERY_WIDTH, "model.layers.2.x")
+        out: torch.Tensor = torch.ops.mapflow.qkv_projection(x, weight, None, QUERY_WIDTH)
         return out + 1.0
 
+    weight = torch.ones(WIDTH, HIDDEN)
+    layer = SimpleLayer(weight)
+    query_skip._layers.add(layer, 2)
     compiled = torch.compile(project, backend="eager", fullgraph=True)
-    x, weight = torch.ones(4, HIDDEN), torch.ones(WIDTH, HIDDEN)
+    x = torch.ones(4, HIDDEN)
     for ranges in (None, [(0, 1)]):
         worker.ranges = ranges
         assert float(compiled(x, weight)[0, 0]) == HIDDEN + 1.0
-    assert len(worker.asked) == 2
+    assert worker.asked == [(2, 4), (2, 4)]
+
+
+def test_layers_by_weight() -> None:
+    from mapflow.connector.vllm.query_skip import AdoptedLayers
+
+    layers = AdoptedLayers()
+    first, second = SimpleLayer(torch.ones(4, 2)), SimpleLayer(torch.ones(4, 2))
+    layers.add(first, 1)
+    layers.add(second, 2)
+    assert [layers.number_of(one.weight) for one in (first, second)] == [1, 2]
+    assert layers.number_of(torch.ones(4, 2)) is None
+    old, first.weight = first.weight, torch.ones(4, 2)
+    assert layers.number_of(first.weight) == 1, "weights were loaded anew"
+    assert layers.number_of(old) is None
+    second.weight = old
+    assert layers.number_of(old) == 2, "an address that was another layer's"
+    first.weight = old
+    fresh = AdoptedLayers()
+    for number, layer in enumerate((first, second)):
+        fresh.add(layer, number)
+    assert fresh.number_of(old) is None, "one weight of two layers"
