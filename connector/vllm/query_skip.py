@@ -64,11 +64,10 @@ def qkv_projection(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         bias: [width] or None.
         query_width: how many of the width are queries.
     """
-    out = _output(x, weight, bias, query_width)
     ranges = _rows_with_queries(weight, x.shape[0])
     if ranges is None:
-        _linear_into(out, x, weight, bias)
-        return out
+        return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+    out = _output(x, weight, bias, query_width)
     _linear_into(out[:, query_width:], x, weight[query_width:], None if bias is None else bias[query_width:])
     for begin, end in ranges:
         own_bias = None if bias is None else bias[:query_width]
