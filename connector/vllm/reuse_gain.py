@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from mapflow.connector.vllm.transfer_model import running_mean
 
 _WORTHWHILE = 0.98  # of the time without reuse
-_SAMPLE_AFTER = 16  # steps with reuse of a kind that was never seen without it
+_SAMPLE_AFTER = 4  # steps with reuse of a kind that was never seen without it
 _RETRY_AFTER = 32  # steps of a kind that reuse made slower
 
 
