@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from mapflow.calibration.attention import ObservedModel
+from mapflow.calibration.resume_log import ResumeLog
 from mapflow.calibration.retrieval import Sample, Task
-from mapflow.calibration.reuse_runs import ReuseRuns, Run
+from mapflow.calibration.reuse_runs import PairRuns, Run, Text
 from mapflow.connector.plan import Plan
 
 
@@ -29,23 +30,28 @@ def judge_answers(
     receiver: ObservedModel,
     samples: Sequence[Sample],
     progress: Callable[[int, int], None] | None = None,
+    log: ResumeLog | None = None,
 ) -> list[Mapping[Task, Answers]]:
     """For each plan, by task. Plans share a block; samples' prefixes are whole blocks.
 
-    progress: called with samples done and samples in all.
+    progress: called with samples done and samples in all. log: has the samples that need not be run, and is given those
+    that are.
     """
     full: dict[Task, list[bool]] = defaultdict(list)
     right: list[dict[Task, dict[Run, list[bool]]]] = [defaultdict(lambda: defaultdict(list)) for _ in plans]
-    other = None
+    runs = PairRuns(plans, sender, receiver, [_text(sample) for sample in samples])
     for number, sample in enumerate(samples):
-        before = len(sample.token_ids) - sample.num_answer - 1
-        place = {"num_rows": sample.num_rows, "logits_from": before}
-        runs = ReuseRuns(plans, sender, receiver, sample.token_ids, **place, other=other)
-        other = runs.sent
-        full[sample.task].append(is_right(runs.exact, sample))
-        for plan, of_plan in zip(plans, right):
-            for run, logits, _ in runs.judge(plan):
-                of_plan[sample.task][run].append(is_right(logits, sample))
+        found = log.get(f"sample {number}") if log is not None else None
+        if found is None:
+            of_sample = runs.of(number)
+            answers = [{run: is_right(logits, sample) for run, logits, _ in of_sample.judge(plan)} for plan in plans]
+            found = {"full": is_right(of_sample.exact, sample), "plans": answers}
+            if log is not None:
+                log.add(f"sample {number}", found)
+        full[sample.task].append(found["full"])
+        for of_plan, answers in zip(right, found["plans"]):
+            for run, answer in answers.items():
+                of_plan[sample.task][Run(run)].append(answer)
         if progress is not None:
             progress(number + 1, len(samples))
     return [
@@ -59,6 +65,11 @@ def judge_answers(
         }
         for of_plan in right
     ]
+
+
+def _text(sample: Sample) -> Text:
+    before = len(sample.token_ids) - sample.num_answer - 1
+    return Text(token_ids=sample.token_ids, num_rows=sample.num_rows, logits_from=before)
 
 
 def is_right(logits: torch.Tensor, sample: Sample) -> bool:

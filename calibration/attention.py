@@ -118,6 +118,12 @@ class ObservedModel:
 
     @torch.inference_mode()
     def run(self, token_ids: list[int], handler: AttentionHandler, *, logits_from: int | None = None) -> torch.Tensor:
+        """One forward pass over one document, see `run_for_gradients`, that nothing can be differentiated through."""
+        return self.run_for_gradients(token_ids, handler, logits_from=logits_from)
+
+    def run_for_gradients(
+        self, token_ids: list[int], handler: AttentionHandler, *, logits_from: int | None = None
+    ) -> torch.Tensor:
         """One forward pass over one document.
 
         Args:

@@ -6,74 +6,27 @@ before anything serves it. Each plan is held against baselines at its own settin
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from mapflow.calibration.answers import Answers, judge_answers
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.calibrate import check_tokenizers
-from mapflow.calibration.config import DTYPES, CalibrationError
+from mapflow.calibration.config import CalibrationError
 from mapflow.calibration.cost import Cost, CostModel
+from mapflow.calibration.evaluation_config import EvaluationConfig
 from mapflow.calibration.models import ModelFacts, layer_shape, load_model, read_facts
 from mapflow.calibration.quality import Estimate, Quality, compare, estimate
+from mapflow.calibration.resume_log import ResumeLog
 from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample
-from mapflow.calibration.reuse_runs import ReuseRuns, Run, mean_density
+from mapflow.calibration.reuse_runs import PairRuns, ReuseRuns, Run, Text, mean_density
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationConfig:
-    """What plans are judged on.
-
-    Attributes:
-        sender: directory of the sender.
-        receiver: directory of the receiver.
-        texts: held-out texts, as calibration reads them.
-        max_tokens: a document's tokens beyond these are cut off.
-        max_documents: documents used at most.
-        prefix_rows: last reused rows whose next-token distributions count.
-        suffix_tokens: least number of tokens that follow the reused rows and attend fully.
-        samples_per_task: samples of each retrieval task, at depths from the prefix's beginning to its end.
-        context: tokens of the prefill whose time and bytes are estimated.
-        device: torch device that runs both models.
-        dtype: dtype of both models' weights.
-    """
-
-    sender: Path
-    receiver: Path
-    texts: Path
-    max_tokens: int = 2048
-    max_documents: int = 16
-    prefix_rows: int = 1024
-    suffix_tokens: int = 64
-    samples_per_task: int = 0
-    context: int = 16384
-    device: str = "cpu"
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            CalibrationError: the first value that cannot be used.
-        """
-        least = {
-            "max_tokens": 1,
-            "max_documents": 1,
-            "prefix_rows": 1,
-            "suffix_tokens": 2,
-            "samples_per_task": 0,
-            "context": 1,
-        }
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise CalibrationError(f"{name} must be at least {value}, got {getattr(self, name)}")
-        if self.dtype not in DTYPES:
-            raise CalibrationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +51,10 @@ class Judged:
 
 
 def evaluate(
-    config: EvaluationConfig, plans: Sequence[Plan], progress: Callable[[int, int], None] | None = None
+    config: EvaluationConfig,
+    plans: Sequence[Plan],
+    progress: Callable[[int, int], None] | None = None,
+    resume: Path | None = None,
 ) -> list[Judged]:
     """Judge plans of one pair that share block and chunk size.
 
@@ -106,6 +62,8 @@ def evaluate(
         config: models and texts.
         plans: the plans; one result each, in order.
         progress: called with texts done and texts in all, documents and samples of retrieval tasks.
+        resume: a file where every text's outcome is kept as soon as it is known, for an evaluation of the same that
+            was interrupted; whoever has the result removes it.
 
     Raises:
         CalibrationError: plans, models or texts that do not go together.
@@ -113,23 +71,25 @@ def evaluate(
     sender, receiver = read_facts(config.sender), read_facts(config.receiver)
     _check_plans(plans, check_tokenizers(config.sender, config.receiver), sender, receiver)
     documents = _documents(config, plans[0].chunk_tokens)
-    samples = _samples(config, documents, plans[0].chunk_tokens)
+    samples = _samples(config, documents)
     loaded = [load_model(facts, device=config.device, dtype=config.dtype) for facts in (sender, receiver)]
     cost = CostModel(layer_shape(loaded[1], receiver), sender.spec, config.context)
     models = (ObservedModel(loaded[0]), ObservedModel(loaded[1]))
+    log = None if resume is None else ResumeLog(resume, _digest(config, plans, documents, samples))
     qualities: list[dict[Run, list[Quality]]] = [defaultdict(list) for _ in plans]
     densities: list[list[Mapping[int, float]]] = [[] for _ in plans]
-    other = None
-    for number, (ids, num_rows) in enumerate(documents):
-        start = max(0, num_rows - config.prefix_rows)
-        runs = ReuseRuns(plans, *models, ids, num_rows=num_rows, logits_from=start, other=other)
-        other = runs.sent
-        for plan, of_plan, of_layers in zip(plans, qualities, densities):
-            for run, logits, found in runs.judge(plan):
-                density = mean_density(found)
-                of_plan[run].append(compare(runs.exact, logits, ids[start + 1 :], num_rows - start, density))
-                if run is Run.PLAN:
-                    of_layers.append(found)
+    runs = PairRuns(plans, *models, documents)
+    for number, text in enumerate(documents):
+        found = log.get(f"document {number}") if log is not None else None
+        if found is None:
+            of_text = runs.of(number)
+            found = [_outcome(of_text, plan, text) for plan in plans]
+            if log is not None:
+                log.add(f"document {number}", found)
+        for outcome, of_plan, of_layers in zip(found, qualities, densities):
+            of_layers.append({int(layer): density for layer, density in outcome["densities"].items()})
+            for run, quality in outcome["runs"].items():
+                of_plan[Run(run)].append(Quality(**quality))
         if progress is not None:
             progress(number + 1, len(documents) + len(samples))
 
@@ -137,8 +97,8 @@ def evaluate(
         if progress is not None:
             progress(len(documents) + done, len(documents) + total)
 
-    answers = judge_answers(plans, *models, samples, show)
-    prefix = max(num_rows for _, num_rows in documents)
+    answers = judge_answers(plans, *models, samples, show, log)
+    prefix = max(text.num_rows for text in documents)
     return [
         Judged(
             plan=plan,
@@ -151,6 +111,26 @@ def evaluate(
         )
         for plan, of_plan, of_layers, answered in zip(plans, qualities, densities, answers)
     ]
+
+
+def _outcome(runs: ReuseRuns, plan: Plan, text: Text) -> dict[str, Any]:
+    """A plan's and its baselines' quality on one text, and the densities of the plan's layers, as plain data."""
+    found: dict[str, Any] = {"runs": {}}
+    for run, logits, densities in runs.judge(plan):
+        num_prefix = text.num_rows - text.logits_from
+        next_ids = text.token_ids[text.logits_from + 1 :]
+        found["runs"][run.value] = asdict(compare(runs.exact, logits, next_ids, num_prefix, mean_density(densities)))
+        if run is Run.PLAN:
+            found["densities"] = dict(densities)
+    return found
+
+
+def _digest(
+    config: EvaluationConfig, plans: Sequence[Plan], documents: Sequence[Text], samples: Sequence[Sample]
+) -> str:
+    """Of all that outcomes depend on; the models' part stands in the plans."""
+    facts = ([plan.digest for plan in plans], documents, samples, config.dtype)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _mean(densities: Sequence[Mapping[int, float]]) -> dict[int, float]:
@@ -191,23 +171,23 @@ def _check_plans(plans: Sequence[Plan], fingerprint: str, sender: ModelFacts, re
             )
 
 
-def _documents(config: EvaluationConfig, chunk_tokens: int) -> list[tuple[list[int], int]]:
-    """Token ids and the number of rows to reuse: whole chunks, with a suffix after them."""
+def _documents(config: EvaluationConfig, chunk_tokens: int) -> list[Text]:
+    """Texts of which whole chunks reuse, with a suffix after them."""
     read = read_documents(config.texts, load_tokenizer(config.receiver), max_tokens=config.max_tokens)
     sized = [(ids, (len(ids) - config.suffix_tokens) // chunk_tokens * chunk_tokens) for ids in read]
     usable = [(ids, rows) for ids, rows in sized if rows > 0][: config.max_documents]
     if not usable:
         least = chunk_tokens + config.suffix_tokens
         raise CalibrationError(f"{config.texts} holds no document of at least {least} tokens; use longer texts")
-    return usable
+    return [Text(token_ids=ids, num_rows=rows, logits_from=max(0, rows - config.prefix_rows)) for ids, rows in usable]
 
 
-def _samples(config: EvaluationConfig, documents: Sequence[tuple[list[int], int]], chunk_tokens: int) -> list[Sample]:
+def _samples(config: EvaluationConfig, documents: Sequence[Text]) -> list[Sample]:
     """Retrieval tasks hidden in the documents, of as many whole chunks as the shortest of these has."""
     if config.samples_per_task == 0:
         return []
     tokenizer = load_tokenizer(config.receiver)
-    num_rows = min(rows for _, rows in documents)
+    num_rows = min(text.num_rows for text in documents)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
@@ -215,7 +195,7 @@ def _samples(config: EvaluationConfig, documents: Sequence[tuple[list[int], int]
     samples = []
     for task in Task:
         for number in range(config.samples_per_task):
-            filler, depth = documents[number % len(documents)][0], (number + 0.5) / config.samples_per_task
+            filler, depth = list(documents[number % len(documents)].token_ids), (number + 0.5) / config.samples_per_task
             try:
                 samples.append(make_sample(make_question(task, number), filler, encode, num_rows=num_rows, depth=depth))
             except ValueError as error:

@@ -21,7 +21,7 @@ from mapflow.calibration.normal_equations import NormalEquations
 from mapflow.calibration.planner import Option
 from mapflow.calibration.planning import Planned, Point, candidates, options_of, plan_within
 from mapflow.calibration.progress import Progress, ProgressCallback
-from mapflow.calibration.run_log import RunLog
+from mapflow.calibration.resume_log import ResumeLog
 from mapflow.calibration.sensitivity import Candidates, Judge
 from mapflow.connector.plan import Mode, Plan
 
@@ -54,7 +54,7 @@ def planned(
     maps = replace(build(Mode.GUIDE, guide), head_index=translating.head_index, head_weight=translating.head_weight)
     judge = Judge(maps, *models, held_out, rows=_JUDGED_ROWS)
     may = candidates(guide, translate, sink_blocks=config.sink_blocks, local_blocks=config.local_blocks)
-    log = RunLog(config.run_log, judge.digest)
+    log = ResumeLog(config.run_log, judge.digest)
     total, known, started = _num_runs(may) * judge.num_documents, len(log), time.monotonic()
     if known:
         report(Progress(note=f"resuming after {known} of {total} runs found in {config.run_log}"))

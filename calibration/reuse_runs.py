@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -26,48 +26,84 @@ class Run(StrEnum):
     OTHER_TEXT = "other text"  # the sender's maps of another text
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """One text, and which of its rows reuse.
+
+    Attributes:
+        token_ids: of the whole text.
+        num_rows: rows that reuse, the first ones; a multiple of the plans' block.
+        logits_from: first row whose logits are wanted.
+    """
+
+    token_ids: Sequence[int]
+    num_rows: int
+    logits_from: int
+
+
+class PairRuns:
+    """Several texts through both models, each with the one before it as its other text."""
+
+    def __init__(
+        self, plans: Sequence[Plan], sender: ObservedModel, receiver: ObservedModel, texts: Sequence[Text]
+    ) -> None:
+        """plans: they share a block."""
+        self._plans, self._sender, self._receiver, self._texts = plans, sender, receiver, texts
+        self._sent: dict[int, Records] = {}
+
+    def of(self, number: int) -> ReuseRuns:
+        """Runs of a text, best asked for in ascending order."""
+        self._sent = {one: sent for one, sent in self._sent.items() if one == number - 1}
+        other = self._records(number - 1) if number else None
+        return ReuseRuns(self._plans, self._receiver, self._texts[number], sent=self._records(number), other=other)
+
+    def _records(self, number: int) -> Records:
+        """What the sender leaves of a text."""
+        if number not in self._sent:
+            text = self._texts[number]
+            layers = frozenset(layer for plan in self._plans for layer in plan.map_layers)
+            recorder = Recorder(layers, num_rows=text.num_rows, block=self._plans[0].block)
+            self._sender.run(list(text.token_ids), recorder)
+            self._sent[number] = recorder.records
+        return self._sent[number]
+
+
 class ReuseRuns:
     """Runs of one text.
 
     Attributes:
         exact: f32 [num_tokens - logits_from, vocab_size], the receiver's logits without reuse.
-        sent: records of the sender's layers.
     """
 
     def __init__(
         self,
         plans: Sequence[Plan],
-        sender: ObservedModel,
         receiver: ObservedModel,
-        token_ids: Sequence[int],
+        text: Text,
         *,
-        num_rows: int,
-        logits_from: int,
+        sent: Records,
         other: Records | None = None,
     ) -> None:
-        """Run both models without reuse; plans share a block, of which `num_rows`, the rows that reuse, is a multiple.
+        """Run the receiver without reuse.
 
-        logits_from: first row whose logits are wanted. other: the sender's records of another text, if there is one.
+        sent: the sender's records of the text. other: those of another text, if there is one.
         """
-        self._receiver, self._ids, self._num_rows, self._from = receiver, list(token_ids), num_rows, logits_from
-        self._block = plans[0].block
-        layers = frozenset(layer for plan in plans for layer in plan.map_layers)
-        sent = Recorder(layers, num_rows=num_rows, block=self._block)
-        sender.run(self._ids, sent)
+        self._receiver, self._ids, self._from = receiver, list(text.token_ids), text.logits_from
+        self._num_rows, self._block = text.num_rows, plans[0].block
         guided = frozenset(n for plan in plans for n, layer in enumerate(plan.layers) if layer.mode is Mode.GUIDE)
-        own = Recorder(guided, num_rows=num_rows, block=self._block)
-        self.exact = receiver.run(self._ids, own, logits_from=logits_from)
-        self.sent, self._own, self._other = sent.records, own.records, other
+        own = Recorder(guided, num_rows=text.num_rows, block=self._block)
+        self.exact = receiver.run(self._ids, own, logits_from=self._from)
+        self._sent, self._own, self._other = sent, own.records, other
 
     def judge(self, plan: Plan) -> Iterator[tuple[Run, torch.Tensor, Mapping[int, float]]]:
         """What ran, its logits as `exact`, the densities of its layers that reuse: the plan, then its baselines.
 
         A plan without guide layers has no oracle; a text that is longer than the other one goes without that.
         """
-        reused = ReuseAttention(plan, self.sent, num_rows=self._num_rows)
+        reused = ReuseAttention(plan, self._sent, num_rows=self._num_rows)
         yield Run.PLAN, *self._run(reused)
         if any(layer.mode is Mode.GUIDE for layer in plan.layers):
-            oracle = ReuseAttention(plan, self.sent, num_rows=self._num_rows, own=self._own)
+            oracle = ReuseAttention(plan, self._sent, num_rows=self._num_rows, own=self._own)
             yield Run.ORACLE, *self._run(oracle)
         static = static_plan(plan, self._num_rows // plan.block, mean_density(reused.densities))
         yield Run.STATIC, *self._run(ReuseAttention(static, {}, num_rows=self._num_rows))

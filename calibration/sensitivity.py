@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.quality import kl_divergence
+from mapflow.calibration.resume_log import ResumeLog
 from mapflow.calibration.reuse import Recorder, ReuseAttention
-from mapflow.calibration.run_log import RunLog
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 
 Candidates = Mapping[int, Sequence[LayerPlan]]
@@ -81,7 +81,7 @@ class Judge:
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
     def sensitivities(
-        self, candidates: Candidates, log: RunLog, progress: Callable[[int], None] = lambda done: None
+        self, candidates: Candidates, log: ResumeLog, progress: Callable[[int], None] = lambda done: None
     ) -> dict[int, list[Measured]]:
         """Every option of every layer, alone.
 
@@ -97,12 +97,12 @@ class Judge:
                     if one.layer.mode is Mode.COMPUTE:
                         one.damages.append(0.0)
                         continue
-                    outcome = log.get(number, layer, one.layer)
+                    outcome = log.get(run := _name(number, layer, one.layer))
                     if outcome is None:
                         document = document or self._document(number, every)
                         damage, densities = document.run(with_layers(self._maps, {layer: one.layer}))
                         outcome = damage, densities[layer]
-                        log.add(number, layer, one.layer, *outcome)
+                        log.add(run, outcome)
                     one.damages.append(outcome[0])
                     one.densities.append(outcome[1])
                     done += 1
@@ -136,6 +136,12 @@ class _Document:
         reuse = ReuseAttention(plan, self._records, num_rows=len(self._ids))
         log_q = self._receiver.run(self._ids, reuse, logits_from=self._from).log_softmax(-1)
         return max(0.0, float(kl_divergence(self._log_p, log_q).mean())), reuse.densities
+
+
+def _name(document: int, layer: int, option: LayerPlan) -> str:
+    """Of a run in the log."""
+    parts = (option.mode.value, option.sender_layer, option.top_p, option.sink_blocks, option.local_blocks)
+    return " ".join(map(str, (document, layer, *parts)))
 
 
 def with_layers(maps: Plan, layers: Mapping[int, LayerPlan]) -> Plan:

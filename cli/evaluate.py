@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mapflow.calibration.config import CalibrationError
-from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer
+from mapflow.calibration.evaluate import evaluate, from_layer
+from mapflow.calibration.evaluation_config import EvaluationConfig
 from mapflow.calibration.quality_report import quality_cases
 from mapflow.calibration.quality_table import answers_table, cost_table, quality_table
 from mapflow.connector.plan import load_plan, with_top_p
@@ -25,7 +26,7 @@ def run_evaluation(
 ) -> None:
     """Judge plan files, each at several probability masses and first layers if any are given, and print tables.
 
-    out: where the figures go as JSON.
+    out: where the figures go as JSON; until then every text's are kept beside it, and an interrupted run goes on.
 
     Raises:
         CalibrationError: the plans, the pair or the texts cannot be used.
@@ -39,7 +40,8 @@ def run_evaluation(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("texts", total=None)
-        judged = evaluate(config, plans, lambda done, total: bar.update(task, completed=done, total=total))
+        partial = None if out is None else out.with_name(f"{out.stem}.partial.jsonl")
+        judged = evaluate(config, plans, lambda done, total: bar.update(task, completed=done, total=total), partial)
     console = Console()
     console.print(quality_table(judged))
     console.print(cost_table(judged))
@@ -48,3 +50,5 @@ def run_evaluation(
     if out is not None:
         out.write_text(json.dumps({"cases": list(quality_cases(judged))}, indent=1) + "\n", encoding="utf-8")
         console.print(f"written to {out}")
+    if partial is not None:
+        partial.unlink(missing_ok=True)

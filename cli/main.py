@@ -185,7 +185,7 @@ def evaluate(
 ) -> None:
     """Judge plans on held-out texts, beside the receiver's own masks and static ones of the same density."""
     from mapflow.calibration.config import CalibrationError
-    from mapflow.calibration.evaluate import EvaluationConfig
+    from mapflow.calibration.evaluation_config import EvaluationConfig
     from mapflow.cli.evaluate import run_evaluation
     from mapflow.connector.plan import PlanError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from typer.testing import CliRunner  # noqa: E402
 
 from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
-from mapflow.calibration.evaluate import EvaluationConfig, evaluate, from_layer  # noqa: E402
+from mapflow.calibration.evaluate import evaluate, from_layer  # noqa: E402
+from mapflow.calibration.evaluation_config import EvaluationConfig  # noqa: E402
 from mapflow.calibration.quality import Quality, compare, estimate  # noqa: E402
 from mapflow.calibration.retrieval import Task  # noqa: E402
 from mapflow.calibration.reuse_runs import Run  # noqa: E402
@@ -122,6 +124,30 @@ def test_an_average_says_how_far_it_may_be_off() -> None:
     assert found.low.density == found.high.density == pytest.approx(0.1)
     alone = estimate(qualities[:1])
     assert alone.low.prefix_kl == alone.prefix_kl == alone.high.prefix_kl
+
+
+def test_an_interrupted_evaluation_goes_on(pair, tmp_path: Path, texts_of) -> None:
+    """It runs only what is missing, other texts' maps included, and ends in the same figures."""
+    plan = plan_of(pair, tmp_path, top_p=0.4, local_blocks=1)
+    config = replace(evaluation(pair, texts_of(600, 600, 600, seed=9)), samples_per_task=1)
+    whole, resume = evaluate(config, [plan]), tmp_path / "partial.jsonl"
+
+    for seen in (2, 5):
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(config, [plan], _stop_at(seen), resume)
+        kept = resume.read_text().splitlines()
+        assert len(kept) == 1 + seen
+        resume.write_text("\n".join([*kept, kept[-1][:20]]))  # cut off while it was written
+    assert evaluate(config, [plan], resume=resume) == whole
+    assert evaluate(replace(config, prefix_rows=64), [plan], resume=resume) != whole, "of other rows nothing is known"
+
+
+def _stop_at(text: int) -> Callable[[int, int], None]:
+    def stop(done: int, total: int) -> None:
+        if done == text:
+            raise KeyboardInterrupt
+
+    return stop
 
 
 def test_plans_of_other_models_and_short_texts_are_refused(pair, copied_pair, tmp_path: Path, texts_of) -> None:

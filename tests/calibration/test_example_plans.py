@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from mapflow.calibration.evaluate import EvaluationConfig, evaluate
+from mapflow.calibration.evaluate import evaluate
+from mapflow.calibration.evaluation_config import EvaluationConfig
 from mapflow.calibration.models import read_facts
 from mapflow.calibration.reuse_runs import Run
 from mapflow.connector.plan import Mode, load_plan

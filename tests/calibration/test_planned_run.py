@@ -92,7 +92,7 @@ def test_an_interrupted_run_goes_on(pair, tmp_path: Path) -> None:
 
 def test_runs_of_other_texts_are_made_again(pair, tmp_path: Path) -> None:
     config = config_of(pair, tmp_path, max_kl=0.02)
-    config.run_log.write_text('{"digest": "of another calibration"}\n{"run": "0 1 guide", "damage": 0, "density": 0}\n')
+    config.run_log.write_text('{"digest": "of another calibration"}\n{"run": "0 1 guide", "outcome": [0, 0]}\n')
     seen: list[Progress] = []
     calibrate(config, seen.append)
     assert not any("resuming" in one.note for one in seen)

@@ -13,7 +13,8 @@ transformers = pytest.importorskip("transformers")
 
 from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
-from mapflow.calibration.evaluate import EvaluationConfig, evaluate  # noqa: E402
+from mapflow.calibration.evaluate import evaluate  # noqa: E402
+from mapflow.calibration.evaluation_config import EvaluationConfig  # noqa: E402
 from mapflow.calibration.reuse_runs import Run  # noqa: E402
 from mapflow.connector.plan import Mode, Plan  # noqa: E402
 

@@ -1,0 +1,151 @@
+"""Tunes the head weights of translating layers to what counts: the receiver's own next-token distributions.
+
+Least squares (`layer_map.py`) fits each layer by itself, to attention outputs that no other layer has touched. Here all
+layers reuse at once, as they will when they serve, and the KL divergence of the receiver's distributions from those
+without reuse is differentiated through them to the weights alone; both models stay as they are. Adam (Kingma and Ba,
+2015) with a rate that falls to zero; what did best on texts that are not tuned on is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mapflow.calibration.attention import AttentionCall, ObservedModel
+from mapflow.calibration.quality import kl_divergence
+from mapflow.calibration.reuse import LayerRecord, Recorder
+from mapflow.connector.plan import Mode, Plan
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, decode_tiles, encode_tiles
+from mapflow.kernels.top_p import select_top_p
+
+_LEAST_STEPS_BETWEEN_CHECKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuningConfig:
+    """How head weights are tuned.
+
+    Attributes:
+        steps: of the optimiser, one text each.
+        rate: Adam's, at the beginning.
+        max_tokens: a text's tokens beyond these are cut off; its maps are kept whole in memory.
+        from_share: share of a text's first rows that do not count: errors are small where there is little to leave out.
+    """
+
+    steps: int
+    rate: float = 0.02
+    max_tokens: int = 1024
+    from_share: float = 0.25
+
+
+class _Text:
+    """What stays the same of one text: the sender's tiles, as they are stored, and the receiver's distributions.
+
+    tiles: by receiver layer, stored dtype [num sender heads, num_rows, num_rows].
+    """
+
+    def __init__(
+        self, plan: Plan, sender: ObservedModel, receiver: ObservedModel, ids: Sequence[int], config: TuningConfig
+    ) -> None:
+        self.ids = list(ids[: min(len(ids), config.max_tokens) // plan.block * plan.block])
+        self.start = int(config.from_share * len(self.ids))
+        recorder = Recorder(frozenset(plan.map_layers), num_rows=len(self.ids), block=plan.block)
+        sender.run(self.ids, recorder)
+        self.tiles = {
+            number: stored_tiles(recorder.records[sender_layer], layer.top_p, plan.block, plan.tile_dtype)
+            for number, layer in enumerate(plan.layers)
+            if layer.mode is Mode.TRANSLATE and (sender_layer := layer.sender_layer) is not None
+        }
+        exact = Recorder(frozenset(), num_rows=0, block=1)
+        self.log_p = receiver.run(self.ids, exact, logits_from=self.start).log_softmax(-1).clone()
+
+
+def stored_tiles(record: LayerRecord, top_p: float, block: int, dtype: str) -> torch.Tensor:
+    """The tiles that a sender keeps, zeros elsewhere: stored dtype [num_heads, num_rows, num_rows]."""
+    kept = select_top_p(record.mass, top_p, first_block_row=0)
+    size = kept.shape[-1] * block
+    shape = (record.call.num_heads, size, size)
+    tiles = torch.zeros(shape, dtype=TILE_DTYPE_BY_NAME[dtype], device=record.mass.device)
+    for row in range(kept.shape[1]):
+        rows = torch.arange(row * block, (row + 1) * block, device=tiles.device)
+        inside = kept[:, row, : row + 1].repeat_interleave(block, 1)[:, None]
+        values = record.call.probabilities(rows) * inside
+        tiles[:, rows, : (row + 1) * block] = encode_tiles(values, tiles.dtype)
+    return tiles
+
+
+class _Translated:
+    """An `AttentionHandler`: translating layers read fixed tiles with weights that can be differentiated."""
+
+    def __init__(self, tiles: Mapping[int, torch.Tensor], weights: Mapping[int, torch.Tensor]) -> None:
+        """weights: by receiver layer, f32 [num_heads, num sender heads]."""
+        self._tiles, self._weights = tiles, weights
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if call.layer not in self._tiles:
+            return call.output()
+        maps = decode_tiles(self._tiles[call.layer]).float()  # [S, rows, rows]
+        heads, rows = maps.shape[:2]
+        values = call.value.float().transpose(0, 1)  # [rows, num_kv_heads, value_dim]
+        features = (maps.flatten(0, 1) @ values.flatten(1)).view(heads, rows, *values.shape[1:])
+        weight = self._weights[call.layer].view(values.shape[1], -1, heads)
+        mixed = torch.einsum("gus,srgd->gurd", weight, features)
+        return mixed.flatten(0, 1).to(call.value.dtype)
+
+
+def tune(
+    plan: Plan,
+    sender: ObservedModel,
+    receiver: ObservedModel,
+    texts: Sequence[Sequence[int]],
+    held_out: Sequence[Sequence[int]],
+    config: TuningConfig,
+    note: Callable[[int, float], None] = lambda step, kl: None,
+) -> Plan:
+    """The plan with tuned head weights; layers that do not translate compute meanwhile and stay as they are.
+
+    Args:
+        plan: which sender heads each head reads stays as it is.
+        sender, receiver: the models.
+        texts: token ids, one text a step, over and over.
+        held_out: token ids of texts that decide which weights are kept.
+        note: called with the steps done and the KL on `held_out`, nats a token, whenever it was measured.
+    """
+    if not plan.head_weight or config.steps < 1:
+        return plan
+    tuned = [_Text(plan, sender, receiver, ids, config) for ids in texts]
+    judges = [_Text(plan, sender, receiver, ids, config) for ids in held_out]
+    device = tuned[0].log_p.device
+    weights = {n: weight.detach().clone().to(device).requires_grad_() for n, weight in plan.head_weight.items()}
+    index = {number: one.long().to(device) for number, one in plan.head_index.items()}
+
+    def divergence(text: _Text) -> torch.Tensor:
+        dense = {
+            number: torch.zeros(weight.shape[0], plan.sender.num_heads, device=device).scatter(1, index[number], weight)
+            for number, weight in weights.items()
+        }
+        logits = receiver.run_for_gradients(text.ids, _Translated(text.tiles, dense), logits_from=text.start)
+        return kl_divergence(text.log_p, logits.log_softmax(-1)).mean()
+
+    def judged() -> float:
+        with torch.no_grad():
+            return float(torch.stack([divergence(text) for text in judges]).mean())
+
+    optimiser = torch.optim.Adam(weights.values(), lr=config.rate, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, config.steps)
+    best, kept = judged(), {number: one.detach().clone() for number, one in weights.items()}
+    note(0, best)
+    every = max(_LEAST_STEPS_BETWEEN_CHECKS, len(tuned))
+    for step in range(1, config.steps + 1):
+        optimiser.zero_grad()
+        divergence(tuned[(step - 1) % len(tuned)]).backward()
+        optimiser.step()
+        schedule.step()
+        if step % every == 0 or step == config.steps:
+            found = judged()
+            note(step, found)
+            if found < best:
+                best, kept = found, {number: one.detach().clone() for number, one in weights.items()}
+    return replace(plan, head_weight={number: one.cpu() for number, one in kept.items()})
