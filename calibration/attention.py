@@ -116,6 +116,12 @@ class ObservedModel:
             raise CalibrationError(f"{type(model).__name__} does not take its attention from transformers' registry")
         self._hook = hook
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        device: torch.device = self._model.device
+        return device
+
     @torch.inference_mode()
     def run(self, token_ids: list[int], handler: AttentionHandler, *, logits_from: int | None = None) -> torch.Tensor:
         """One forward pass over one document, see `run_for_gradients`, that nothing can be differentiated through."""

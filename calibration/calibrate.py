@@ -24,6 +24,7 @@ from mapflow.calibration.normal_equations import NormalEquations, load_checkpoin
 from mapflow.calibration.planned_run import planned
 from mapflow.calibration.progress import Progress, ProgressCallback
 from mapflow.calibration.texts import load_tokenizer, read_documents
+from mapflow.calibration.tuning import TuningConfig, tune
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.tokenizer import first_difference, tokenizer_fingerprint
 
@@ -50,19 +51,25 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
     digest = _digest(config, fingerprint, sender, receiver, documents)
     equations, done, note = _resume(config, empty, digest)
     report(Progress(done=done, total=len(documents), note=note))
-    if done < len(documents) or config.is_planned:
+    if done < len(documents) or config.is_judged:
         report(Progress(done=done, total=len(documents), note="loading both models"))
         loaded = [load_model(facts, device=config.device, dtype=config.model_dtype) for facts in (sender, receiver)]
         shape = layer_shape(loaded[1], receiver)
         models = (ObservedModel(loaded[0]), ObservedModel(loaded[1]))
         _accumulate(config, equations, documents, done, digest, *models, report)
+
+    def refine(plan: Plan) -> Plan:
+        if not config.tune_steps:
+            return plan
+        return tune(plan, *models, documents, held_out, TuningConfig(steps=config.tune_steps), report)
+
     if config.is_planned:
         cost = CostModel(shape, sender.spec, config.context)
         build = partial(build_plan, config, fingerprint, sender, receiver)
-        plan = planned(config, equations, build, models, held_out, cost, report)
+        plan = planned(config, equations, build, refine, models, held_out, cost, report)
     else:
         fits = fit_layers(equations, heads_per_head=config.heads_per_head)
-        plan = build_plan(config, fingerprint, sender, receiver, config.mode, fits)
+        plan = refine(build_plan(config, fingerprint, sender, receiver, config.mode, fits))
     plan.save(config.out)
     config.checkpoint.unlink(missing_ok=True)
     config.run_log.unlink(missing_ok=True)
@@ -70,12 +77,13 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
 
 
 def _split(config: CalibrationConfig, documents: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Those that are fitted and, where a budget is to be kept, those that judge: every fourth, at least one."""
-    if not config.is_planned:
+    """Those that are fitted and, where a plan is judged, those that judge: every fourth, at least one."""
+    if not config.is_judged:
         return documents, []
     if len(documents) < 2:
         raise CalibrationError(
-            f"{config.texts} holds {len(documents)} usable document; a budget needs two or more, to fit and to judge"
+            f"{config.texts} holds {len(documents)} usable document; a budget or tuning needs two or more, "
+            "to fit and to judge"
         )
     held_out = documents[3::4] or documents[-1:]
     return [ids for ids in documents if ids not in held_out], held_out

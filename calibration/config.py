@@ -17,7 +17,7 @@ BLOCKS = (64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 TILE_DTYPES = ("e4m3", "bf16")
 PLAN_SUFFIX = ".safetensors"
-_NOT_IN_DIGEST = ("out", "device", "max_kl", "target_ttft", "context")  # what the sums do not depend on
+_NOT_IN_DIGEST = ("out", "device", "tune_steps", "max_kl", "target_ttft", "context")  # what the sums do not depend on
 
 
 class CalibrationError(ValueError):
@@ -50,6 +50,8 @@ class CalibrationConfig:
         max_tokens: a document's tokens beyond these are cut off.
         row_fraction: share of token rows, chosen at random, that enter the normal equations, in (0, 1].
         seed: seed of that choice.
+        tune_steps: steps in which translate's head weights are tuned to the receiver's distributions (`tuning.py`), a
+            text each; every fourth text then judges instead of being fitted.
         max_kl: each layer's mode and p are chosen so that the plan is the fastest whose prefix KL on held-out texts is
             at most this, in nats; `mode` and `top_p` then mean nothing.
         target_ttft: the same, for the best plan that takes at most this share of the prefill's time without reuse.
@@ -74,6 +76,7 @@ class CalibrationConfig:
     max_tokens: int = 2048
     row_fraction: float = 1.0
     seed: int = 0
+    tune_steps: int = 0
     max_kl: float | None = None
     target_ttft: float | None = None
     context: int = 16384
@@ -106,7 +109,8 @@ class CalibrationConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 < value <= 1.0:
                 raise CalibrationError(f"{name} must be in (0, 1], got {value}")
-        for name, least in (("first_layer", 0), ("sink_blocks", 0), ("local_blocks", 1), ("heads_per_head", 1)):
+        least_of = {"first_layer": 0, "sink_blocks": 0, "local_blocks": 1, "heads_per_head": 1, "tune_steps": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise CalibrationError(f"{name} must be at least {least}, got {value}")
@@ -122,6 +126,8 @@ class CalibrationConfig:
             raise CalibrationError(f"context must be at least one block ({self.block}), got {self.context}")
         if self.mode is Mode.GUIDE and self.heads_per_head is not None and not self.is_planned:
             raise CalibrationError("heads_per_head is for translate; guide combines the masses of every sender head")
+        if self.mode is Mode.GUIDE and self.tune_steps and not self.is_planned:
+            raise CalibrationError("tune_steps is for translate; guide's masses only choose blocks")
 
     @property
     def model_dtype(self) -> str:
@@ -132,6 +138,11 @@ class CalibrationConfig:
     def is_planned(self) -> bool:
         """Whether each layer's mode is chosen by a budget."""
         return self.max_kl is not None or self.target_ttft is not None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether some texts are left out of the fit, to judge it."""
+        return self.is_planned or self.tune_steps > 0
 
     @property
     def checkpoint(self) -> Path:

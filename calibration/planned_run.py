@@ -7,6 +7,7 @@ frontier between damage and time.
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,11 +20,11 @@ from mapflow.calibration.cost import CostModel
 from mapflow.calibration.layer_map import LayerFit, fit_layers
 from mapflow.calibration.normal_equations import NormalEquations
 from mapflow.calibration.planner import Option
-from mapflow.calibration.planning import Planned, Point, candidates, options_of, plan_within
+from mapflow.calibration.planning import TRANSLATE_P, Planned, Point, candidates, options_of, plan_within
 from mapflow.calibration.progress import Progress, ProgressCallback
 from mapflow.calibration.resume_log import ResumeLog
 from mapflow.calibration.sensitivity import Candidates, Judge
-from mapflow.connector.plan import Mode, Plan
+from mapflow.connector.plan import Mode, Plan, with_top_p
 
 _JUDGED_ROWS = 1024
 
@@ -32,6 +33,7 @@ def planned(
     config: CalibrationConfig,
     equations: NormalEquations,
     build: Callable[[Mode, Mapping[int, LayerFit]], Plan],
+    refine: Callable[[Plan], Plan],
     models: tuple[ObservedModel, ObservedModel],
     held_out: Sequence[Sequence[int]],
     cost: CostModel,
@@ -43,6 +45,7 @@ def planned(
         config: the budget, and what options have in common.
         equations: sums over the texts that are fitted.
         build: a plan in which every fitted layer has this mode.
+        refine: the same plan with better head weights.
         models: sender and receiver.
         held_out: token ids of texts that were not fitted.
         cost: of the receiver's layers.
@@ -50,7 +53,7 @@ def planned(
     """
     guide = fit_layers(equations, heads_per_head=None)
     translate = fit_layers(equations, heads_per_head=config.heads_per_head or 1)
-    translating = build(Mode.TRANSLATE, translate)
+    translating = refine(with_top_p(build(Mode.TRANSLATE, translate), statistics.median(TRANSLATE_P)))
     maps = replace(build(Mode.GUIDE, guide), head_index=translating.head_index, head_weight=translating.head_weight)
     judge = Judge(maps, *models, held_out, rows=_JUDGED_ROWS)
     may = candidates(guide, translate, sink_blocks=config.sink_blocks, local_blocks=config.local_blocks)

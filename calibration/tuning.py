@@ -8,12 +8,14 @@ without reuse is differentiated through them to the weights alone; both models s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from mapflow.calibration.attention import AttentionCall, ObservedModel
+from mapflow.calibration.progress import Progress, ProgressCallback
 from mapflow.calibration.quality import kl_divergence
 from mapflow.calibration.reuse import LayerRecord, Recorder
 from mapflow.connector.plan import Mode, Plan
@@ -28,38 +30,46 @@ class TuningConfig:
     """How head weights are tuned.
 
     Attributes:
-        steps: of the optimiser, one text each.
+        steps: of the optimiser, one piece of a text each.
         rate: Adam's, at the beginning.
-        max_tokens: a text's tokens beyond these are cut off; its maps are kept whole in memory.
-        from_share: share of a text's first rows that do not count: errors are small where there is little to leave out.
+        max_tokens: longer texts are cut into pieces of so many tokens, whose maps are kept whole in host memory.
+        max_pieces: pieces used at most, the first of every text before the second of any.
+        from_share: share of a piece's first rows that do not count: little is left out there, so errors are small.
     """
 
     steps: int
     rate: float = 0.02
     max_tokens: int = 1024
+    max_pieces: int = 16
     from_share: float = 0.25
 
 
-class _Text:
-    """What stays the same of one text: the sender's tiles, as they are stored, and the receiver's distributions.
+class _Piece:
+    """A piece of a text and the sender's tiles of it, in host memory: they are large, and read layer by layer.
 
     tiles: by receiver layer, stored dtype [num sender heads, num_rows, num_rows].
     """
 
-    def __init__(
-        self, plan: Plan, sender: ObservedModel, receiver: ObservedModel, ids: Sequence[int], config: TuningConfig
-    ) -> None:
-        self.ids = list(ids[: min(len(ids), config.max_tokens) // plan.block * plan.block])
+    def __init__(self, plan: Plan, sender: ObservedModel, ids: Sequence[int], config: TuningConfig) -> None:
+        self.ids = list(ids)
         self.start = int(config.from_share * len(self.ids))
         recorder = Recorder(frozenset(plan.map_layers), num_rows=len(self.ids), block=plan.block)
         sender.run(self.ids, recorder)
         self.tiles = {
-            number: stored_tiles(recorder.records[sender_layer], layer.top_p, plan.block, plan.tile_dtype)
+            number: stored_tiles(recorder.records[sender_layer], layer.top_p, plan.block, plan.tile_dtype).cpu()
             for number, layer in enumerate(plan.layers)
             if layer.mode is Mode.TRANSLATE and (sender_layer := layer.sender_layer) is not None
         }
-        exact = Recorder(frozenset(), num_rows=0, block=1)
-        self.log_p = receiver.run(self.ids, exact, logits_from=self.start).log_softmax(-1).clone()
+
+
+def pieces(texts: Sequence[Sequence[int]], block: int, config: TuningConfig) -> list[Sequence[int]]:
+    """What is run of these texts: pieces of whole blocks, but none that is less than half of the longest."""
+    size = config.max_tokens // block * block
+    longest = max((len(ids) // block * block for ids in texts), default=0)
+    least = max(min(size, longest) // 2, block)
+    starts = range(0, longest, size)
+    cut = (ids[start : start + min(size, (len(ids) - start) // block * block)] for start in starts for ids in texts)
+    return [piece for piece in cut if len(piece) >= least][: config.max_pieces]
 
 
 def stored_tiles(record: LayerRecord, top_p: float, block: int, dtype: str) -> torch.Tensor:
@@ -86,7 +96,7 @@ class _Translated:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         if call.layer not in self._tiles:
             return call.output()
-        maps = decode_tiles(self._tiles[call.layer]).float()  # [S, rows, rows]
+        maps = decode_tiles(self._tiles[call.layer].to(call.value.device))  # [S, rows, rows]
         heads, rows = maps.shape[:2]
         values = call.value.float().transpose(0, 1)  # [rows, num_kv_heads, value_dim]
         features = (maps.flatten(0, 1) @ values.flatten(1)).view(heads, rows, *values.shape[1:])
@@ -102,50 +112,59 @@ def tune(
     texts: Sequence[Sequence[int]],
     held_out: Sequence[Sequence[int]],
     config: TuningConfig,
-    note: Callable[[int, float], None] = lambda step, kl: None,
+    report: ProgressCallback = lambda progress: None,
 ) -> Plan:
     """The plan with tuned head weights; layers that do not translate compute meanwhile and stay as they are.
 
     Args:
         plan: which sender heads each head reads stays as it is.
         sender, receiver: the models.
-        texts: token ids, one text a step, over and over.
+        texts: token ids, a piece of one is a step, over and over.
         held_out: token ids of texts that decide which weights are kept.
-        note: called with the steps done and the KL on `held_out`, nats a token, whenever it was measured.
+        report: told how far it is, and the KL on `held_out` whenever it was measured.
     """
     if not plan.head_weight or config.steps < 1:
         return plan
-    tuned = [_Text(plan, sender, receiver, ids, config) for ids in texts]
-    judges = [_Text(plan, sender, receiver, ids, config) for ids in held_out]
-    device = tuned[0].log_p.device
+    tuned, judges = (
+        [_Piece(plan, sender, ids, config) for ids in pieces(of_kind, plan.block, config)]
+        for of_kind in (texts, held_out)
+    )
+    device = receiver.device
     weights = {n: weight.detach().clone().to(device).requires_grad_() for n, weight in plan.head_weight.items()}
     index = {number: one.long().to(device) for number, one in plan.head_index.items()}
 
-    def divergence(text: _Text) -> torch.Tensor:
+    def divergence(piece: _Piece) -> torch.Tensor:
         dense = {
             number: torch.zeros(weight.shape[0], plan.sender.num_heads, device=device).scatter(1, index[number], weight)
             for number, weight in weights.items()
         }
-        logits = receiver.run_for_gradients(text.ids, _Translated(text.tiles, dense), logits_from=text.start)
-        return kl_divergence(text.log_p, logits.log_softmax(-1)).mean()
+        exact = receiver.run(piece.ids, Recorder(frozenset(), num_rows=0, block=1), logits_from=piece.start)
+        logits = receiver.run_for_gradients(piece.ids, _Translated(piece.tiles, dense), logits_from=piece.start)
+        return kl_divergence(exact.log_softmax(-1).clone(), logits.log_softmax(-1)).mean()
 
     def judged() -> float:
         with torch.no_grad():
-            return float(torch.stack([divergence(text) for text in judges]).mean())
+            return float(torch.stack([divergence(piece) for piece in judges]).mean())
+
+    def tell(step: int, kl: float) -> None:
+        left_s = (time.monotonic() - started) / step * (config.steps - step) if step else None
+        note = f"head weights, step {step}: KL {kl:.4f} with every layer translated, on texts that are not tuned on"
+        report(Progress(done=step, total=config.steps, stage="tuning", remaining_s=left_s, note=note))
 
     optimiser = torch.optim.Adam(weights.values(), lr=config.rate, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, config.steps)
+    started = time.monotonic()
     best, kept = judged(), {number: one.detach().clone() for number, one in weights.items()}
-    note(0, best)
+    tell(0, best)
     every = max(_LEAST_STEPS_BETWEEN_CHECKS, len(tuned))
     for step in range(1, config.steps + 1):
         optimiser.zero_grad()
-        divergence(tuned[(step - 1) % len(tuned)]).backward()
+        torch.autograd.backward(divergence(tuned[(step - 1) % len(tuned)]))
         optimiser.step()
         schedule.step()
         if step % every == 0 or step == config.steps:
             found = judged()
-            note(step, found)
+            tell(step, found)
             if found < best:
                 best, kept = found, {number: one.detach().clone() for number, one in weights.items()}
     return replace(plan, head_weight={number: one.cpu() for number, one in kept.items()})
