@@ -8,27 +8,23 @@ an interrupted run resumes where it stopped and ends in the same plan.
 from __future__ import annotations
 
 import hashlib
-import logging
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.config import CalibrationConfig, CalibrationError, first_line
 from mapflow.calibration.cost import CostModel
-from mapflow.calibration.document_pass import add_document, sample_rows
+from mapflow.calibration.fit_run import accumulate, resume
 from mapflow.calibration.layer_map import LayerFit, fit_layers
-from mapflow.calibration.models import ModelFacts, layer_shape, load_model, read_facts
-from mapflow.calibration.normal_equations import NormalEquations, load_checkpoint, save_checkpoint
+from mapflow.calibration.models import ModelFacts, layer_shape, read_facts
+from mapflow.calibration.normal_equations import NormalEquations
+from mapflow.calibration.pair_models import PairModels
 from mapflow.calibration.planned_run import planned
 from mapflow.calibration.progress import Progress, ProgressCallback
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.calibration.tuning import TuningConfig, tune
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.connector.tokenizer import first_difference, tokenizer_fingerprint
-
-_logger = logging.getLogger(__name__)
 
 
 def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = None) -> Plan:
@@ -49,14 +45,14 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
     documents, held_out = _split(config, _documents(config, sender, receiver))
     empty = _empty_equations(config, sender, receiver)
     digest = _digest(config, fingerprint, sender, receiver, documents)
-    equations, done, note = _resume(config, empty, digest)
+    equations, done, note = resume(config, empty, digest)
     report(Progress(done=done, total=len(documents), note=note))
     if done < len(documents) or config.is_judged:
-        report(Progress(done=done, total=len(documents), note="loading both models"))
-        loaded = [load_model(facts, device=config.device, dtype=config.model_dtype) for facts in (sender, receiver)]
-        shape = layer_shape(loaded[1], receiver)
-        models = (ObservedModel(loaded[0]), ObservedModel(loaded[1]))
-        _accumulate(config, equations, documents, done, digest, *models, report)
+        report(Progress(done=done, total=len(documents), note="loading the models"))
+        models = PairModels(
+            sender, receiver, device=config.device, dtype=config.model_dtype, one_at_a_time=config.one_at_a_time
+        ).both
+        accumulate(config, equations, documents, done, digest, *models, report)
 
     def refine(plan: Plan) -> Plan:
         if not config.tune_steps:
@@ -64,7 +60,7 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
         return tune(plan, *models, documents, held_out, TuningConfig(steps=config.tune_steps), report)
 
     if config.is_planned:
-        cost = CostModel(shape, sender.spec, config.context)
+        cost = CostModel(layer_shape(receiver), sender.spec, config.context)
         build = partial(build_plan, config, fingerprint, sender, receiver)
         plan = planned(config, equations, build, refine, models, held_out, cost, report)
     else:
@@ -191,41 +187,3 @@ def _digest(
     """What a checkpoint must match: configuration, models and the very tokens."""
     tokens = hashlib.sha256(repr(documents).encode()).hexdigest()
     return config.digest(fingerprint, sender.spec.model_id, receiver.spec.model_id, tokens)
-
-
-def _resume(config: CalibrationConfig, empty: NormalEquations, digest: str) -> tuple[NormalEquations, int, str]:
-    """The sums to go on from, the documents in them, and what to tell the user."""
-    if not config.checkpoint.exists():
-        return empty, 0, ""
-    loaded = load_checkpoint(config.checkpoint, empty, digest=digest)
-    if loaded is None:
-        note = f"{config.checkpoint} was left by a run with other models, texts or options: discarded, starting over"
-        _logger.warning(note)
-        return empty, 0, note
-    return *loaded, f"resuming after {loaded[1]} documents found in {config.checkpoint}"
-
-
-def _accumulate(
-    config: CalibrationConfig,
-    equations: NormalEquations,
-    documents: list[list[int]],
-    done: int,
-    digest: str,
-    sender: ObservedModel,
-    receiver: ObservedModel,
-    report: ProgressCallback,
-) -> None:
-    costs = [len(ids) ** 2 for ids in documents]  # maps dominate, and they grow with the square
-    started = time.monotonic()
-    for number in range(done, len(documents)):
-        rows = sample_rows(len(documents[number]), config.row_fraction, seed=config.seed + number)
-        add_document(equations, sender, receiver, documents[number], rows.to(config.device), rows_at_once=config.block)
-        save_checkpoint(config.checkpoint, equations, digest=digest, documents_done=number + 1)
-        spent = (time.monotonic() - started) / sum(costs[done : number + 1])
-        report(
-            Progress(
-                done=number + 1,
-                total=len(documents),
-                remaining_s=spent * sum(costs[number + 1 :]),
-            )
-        )

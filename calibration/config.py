@@ -17,7 +17,8 @@ BLOCKS = (64, 128)
 DTYPES = ("float32", "bfloat16", "float16")
 TILE_DTYPES = ("e4m3", "bf16")
 PLAN_SUFFIX = ".safetensors"
-_NOT_IN_DIGEST = ("out", "device", "tune_steps", "max_kl", "target_ttft", "context")  # what the sums do not depend on
+# what the sums do not depend on
+_NOT_IN_DIGEST = ("out", "device", "tune_steps", "max_kl", "target_ttft", "context", "one_at_a_time")
 
 
 class CalibrationError(ValueError):
@@ -58,6 +59,8 @@ class CalibrationConfig:
         context: tokens of the prefill that those times are of.
         device: torch device that runs both models.
         dtype: dtype of both models' weights; None: float32 on a CPU, bfloat16 elsewhere.
+        one_at_a_time: hold one model in memory at a time; what the receiver leaves of the texts then waits on disk,
+            beside the plan, for the sender.
     """
 
     sender: Path
@@ -82,6 +85,7 @@ class CalibrationConfig:
     context: int = 16384
     device: str = "cpu"
     dtype: str | None = None
+    one_at_a_time: bool = False
 
     def __post_init__(self) -> None:
         """Check every value that can be checked without files.
@@ -153,6 +157,11 @@ class CalibrationConfig:
     def run_log(self) -> Path:
         """Where an interrupted run with a budget keeps its runs of single layers: `NAME.partial.jsonl`."""
         return self.out.with_name(f"{self.out.stem}.partial.jsonl")
+
+    @property
+    def spool(self) -> Path:
+        """Folder of what the receiver leaves of texts for the sender to come: `NAME.spool` beside the plan."""
+        return self.out.with_name(f"{self.out.stem}.spool")
 
     @property
     def min_tokens(self) -> int:

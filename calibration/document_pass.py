@@ -22,19 +22,19 @@ def sample_rows(num_tokens: int, fraction: float, *, seed: int) -> torch.Tensor:
     return chosen.sort().values
 
 
-def add_document(
-    equations: NormalEquations,
-    sender: ObservedModel,
-    receiver: ObservedModel,
-    token_ids: list[int],
-    rows: torch.Tensor,
-    *,
-    rows_at_once: int,
-) -> None:
-    """Run one document through both models and add it to the sums."""
-    taken = _ReceiverCapture(equations.receiver_layers)
+def receiver_side(
+    receiver: ObservedModel, layers: tuple[int, ...], token_ids: list[int], rows: torch.Tensor
+) -> ReceiverSide:
+    """Run one document through the receiver and keep what the sums need of these layers."""
+    taken = _ReceiverCapture(layers)
     receiver.run(token_ids, taken)
-    side = ReceiverSide.from_calls(taken.values, taken.outputs, rows)
+    return ReceiverSide.from_calls(taken.values, taken.outputs, rows)
+
+
+def add_document(
+    equations: NormalEquations, sender: ObservedModel, side: ReceiverSide, token_ids: list[int], *, rows_at_once: int
+) -> None:
+    """Run the same document through the sender and add it to the sums."""
     add_energy(equations, side)
     sender.run(token_ids, _SenderStream(equations, side, rows_at_once))
 

@@ -15,12 +15,12 @@ from statistics import fmean
 from typing import Any
 
 from mapflow.calibration.answers import Answers, judge_answers
-from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.calibrate import check_tokenizers
 from mapflow.calibration.config import CalibrationError
 from mapflow.calibration.cost import Cost, CostModel
 from mapflow.calibration.evaluation_config import EvaluationConfig
-from mapflow.calibration.models import ModelFacts, layer_shape, load_model, read_facts
+from mapflow.calibration.models import ModelFacts, layer_shape, read_facts
+from mapflow.calibration.pair_models import PairModels
 from mapflow.calibration.quality import Estimate, Quality, compare, estimate
 from mapflow.calibration.resume_log import ResumeLog
 from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample
@@ -72,9 +72,10 @@ def evaluate(
     _check_plans(plans, check_tokenizers(config.sender, config.receiver), sender, receiver)
     documents = _documents(config, plans[0].chunk_tokens)
     samples = _samples(config, documents)
-    loaded = [load_model(facts, device=config.device, dtype=config.dtype) for facts in (sender, receiver)]
-    cost = CostModel(layer_shape(loaded[1], receiver), sender.spec, config.context)
-    models = (ObservedModel(loaded[0]), ObservedModel(loaded[1]))
+    cost = CostModel(layer_shape(receiver), sender.spec, config.context)
+    models = PairModels(
+        sender, receiver, device=config.device, dtype=config.dtype, one_at_a_time=config.one_at_a_time
+    ).both
     log = None if resume is None else ResumeLog(resume, _digest(config, plans, documents, samples))
     qualities: list[dict[Run, list[Quality]]] = [defaultdict(list) for _ in plans]
     densities: list[list[Mapping[int, float]]] = [[] for _ in plans]

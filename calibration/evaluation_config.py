@@ -24,6 +24,7 @@ class EvaluationConfig:
         context: tokens of the prefill whose time and bytes are estimated.
         device: torch device that runs both models.
         dtype: dtype of both models' weights.
+        one_at_a_time: hold one model in memory at a time; each is then loaded once a text.
     """
 
     sender: Path
@@ -37,6 +38,7 @@ class EvaluationConfig:
     context: int = 16384
     device: str = "cpu"
     dtype: str = "float32"
+    one_at_a_time: bool = False
 
     def __post_init__(self) -> None:
         """Check the values.

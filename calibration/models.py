@@ -72,13 +72,26 @@ def read_facts(directory: Path) -> ModelFacts:
     )
 
 
-def layer_shape(model: PreTrainedModel, facts: ModelFacts) -> LayerShape:
-    """What a layer of the model holds, on average."""
+def layer_shape(facts: ModelFacts) -> LayerShape:
+    """What a layer of the model holds, on average; told by its configuration alone.
+
+    Raises:
+        CalibrationError: transformers knows no such model.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(facts.directory)))
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"no model can be made as {facts.directory} says: {first_line(error)}") from error
     layers = model.get_decoder().layers
     num_params = sum(one.numel() for one in layers.parameters()) // len(layers)
     spec, hidden = facts.spec, model.get_decoder().config.hidden_size
     attention = 2 * hidden * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     return LayerShape(spec=spec, hidden=hidden, mlp_params=max(0, num_params - attention))
+
+
+def _way_out(error: BaseException) -> str:
+    return "; --one-at-a-time needs less memory" if isinstance(error, torch.OutOfMemoryError) else ""
 
 
 def _full_layers(config: PretrainedConfig) -> tuple[int, ...]:
@@ -104,7 +117,9 @@ def load_model(facts: ModelFacts, *, device: str, dtype: str) -> PreTrainedModel
         )
         return model.to(device).eval().requires_grad_(False)
     except (OSError, ValueError, RuntimeError) as error:
-        raise CalibrationError(f"model {facts.directory} cannot be loaded on {device}: {first_line(error)}") from error
+        raise CalibrationError(
+            f"model {facts.directory} cannot be loaded on {device}: {first_line(error)}{_way_out(error)}"
+        ) from error
     finally:
         if shown:
             transformers_logging.enable_progress_bar()

@@ -132,6 +132,9 @@ def calibrate(
     context: Annotated[int, typer.Option(help="Tokens of the prefill that is to be fast.")] = 16384,
     device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="Hold one model in memory at a time; slower.")
+    ] = False,
 ) -> None:
     """Fit a plan for a pair of models. An interrupted run goes on where it stopped."""
     from mapflow.calibration.config import CalibrationConfig, CalibrationError
@@ -162,6 +165,7 @@ def calibrate(
             context=context,
             device=device,
             dtype=dtype,
+            one_at_a_time=one_at_a_time,
         )
         run_calibration(config)
     except (CalibrationError, ValueError) as error:
@@ -184,6 +188,9 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="JSON file to write the figures to.")] = None,
     device: Annotated[str, typer.Option(help="Torch device that runs both models.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    one_at_a_time: Annotated[
+        bool, typer.Option("--one-at-a-time", help="Hold one model in memory at a time; slower.")
+    ] = False,
 ) -> None:
     """Judge plans on held-out texts, beside the receiver's own masks and static ones of the same density."""
     from mapflow.calibration.config import CalibrationError
@@ -203,6 +210,7 @@ def evaluate(
             context=context,
             device=device,
             dtype=dtype,
+            one_at_a_time=one_at_a_time,
         )
         run_evaluation(config, plans, top_p or (), first_layer or (), out)
     except (CalibrationError, PlanError, ValueError) as error:

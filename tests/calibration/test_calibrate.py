@@ -75,7 +75,7 @@ def test_plan_describes_the_pair_and_survives_the_file(pair, tmp_path: Path) -> 
     assert all(0 < layer.error <= 1 and layer.sink_blocks == 2 and layer.local_blocks == 3 for layer in plan.layers[1:])
     assert [entry.name for entry in tmp_path.iterdir()] == ["pair.safetensors"]
     assert [progress.done for progress in seen] == [0, 0, 1, 2, 3, 4]
-    assert [progress.note for progress in seen] == ["", "loading both models", "", "", "", ""]
+    assert [progress.note for progress in seen] == ["", "loading the models", "", "", "", ""]
     assert {progress.total for progress in seen} == {4}
     assert seen[1].remaining_s is None and seen[2].remaining_s and seen[-1].remaining_s == 0
 
