@@ -183,12 +183,30 @@ class ReuseAttention:
         kept = select_top_p(record.mass, layer.top_p, first_block_row=0)
         self.densities[call.layer] = mask_density(kept[(combine != 0).any(0)], first_block_row=0)
         for row in range(kept.shape[1]):
-            rows = _rows(call, row, block)
-            tiles = decode_tiles(
-                encode_tiles(record.call.probabilities(rows), TILE_DTYPE_BY_NAME[self._plan.tile_dtype])
-            )
-            tiles = tiles.float() * kept[:, row, : row + 1].repeat_interleave(block, 1)[:, None]
-            _store(output, rows, torch.einsum("is,src->irc", combine, tiles), call)
+            tiles = self._tiles(record, kept, row)
+            _store(output, _rows(call, row, block), torch.einsum("is,src->irc", combine, tiles), call)
+
+    def _tiles(self, record: LayerRecord, kept: torch.Tensor, row: int) -> torch.Tensor:
+        """A block row of the sender's maps as it is read back, f32 [num_heads, block, (row + 1) * block]."""
+        return decode_tiles(stored_tiles(record, kept, row, self._plan.block, self._plan.tile_dtype))
+
+
+def stored_tiles(record: LayerRecord, kept: torch.Tensor, row: int, block: int, dtype: str) -> torch.Tensor:
+    """A block row of a sender's maps as it is stored, zeros where nothing is kept.
+
+    Args:
+        record: of the sender's layer.
+        kept: bool [num_heads, block rows, blocks].
+        row: the block row.
+        block: tokens along one side of a block.
+        dtype: of the tiles, as plans name it.
+
+    Returns:
+        stored dtype [num_heads, block, (row + 1) * block].
+    """
+    maps = record.call.probabilities(_rows(record.call, row, block))
+    inside = kept[:, row, : row + 1].repeat_interleave(block, 1)[:, None]
+    return encode_tiles(maps * inside, TILE_DTYPE_BY_NAME[dtype])
 
 
 def _rows(call: AttentionCall, block_row: int, block: int) -> torch.Tensor:

@@ -17,9 +17,9 @@ import torch
 from mapflow.calibration.attention import AttentionCall, ObservedModel
 from mapflow.calibration.progress import Progress, ProgressCallback
 from mapflow.calibration.quality import kl_divergence
-from mapflow.calibration.reuse import LayerRecord, Recorder
+from mapflow.calibration.reuse import LayerRecord, Recorder, stored_tiles
 from mapflow.connector.plan import Mode, Plan
-from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, decode_tiles, encode_tiles
+from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, decode_tiles
 from mapflow.kernels.top_p import select_top_p
 
 _LEAST_STEPS_BETWEEN_CHECKS = 8
@@ -56,7 +56,7 @@ class _Piece:
         recorder = Recorder(frozenset(plan.map_layers), num_rows=len(self.ids), block=plan.block)
         sender.run(self.ids, recorder)
         self.tiles = {
-            number: stored_tiles(recorder.records[sender_layer], layer.top_p, plan.block, plan.tile_dtype).cpu()
+            number: _all_tiles(recorder.records[sender_layer], layer.top_p, plan.block, plan.tile_dtype)
             for number, layer in enumerate(plan.layers)
             if layer.mode is Mode.TRANSLATE and (sender_layer := layer.sender_layer) is not None
         }
@@ -72,17 +72,14 @@ def pieces(texts: Sequence[Sequence[int]], block: int, config: TuningConfig) -> 
     return [piece for piece in cut if len(piece) >= least][: config.max_pieces]
 
 
-def stored_tiles(record: LayerRecord, top_p: float, block: int, dtype: str) -> torch.Tensor:
-    """The tiles that a sender keeps, zeros elsewhere: stored dtype [num_heads, num_rows, num_rows]."""
+def _all_tiles(record: LayerRecord, top_p: float, block: int, dtype: str) -> torch.Tensor:
+    """The tiles that a sender keeps, zeros elsewhere: stored dtype [num_heads, num_rows, num_rows], in host memory."""
     kept = select_top_p(record.mass, top_p, first_block_row=0)
     size = kept.shape[-1] * block
-    shape = (record.call.num_heads, size, size)
-    tiles = torch.zeros(shape, dtype=TILE_DTYPE_BY_NAME[dtype], device=record.mass.device)
+    tiles = torch.zeros(record.call.num_heads, size, size, dtype=TILE_DTYPE_BY_NAME[dtype])
     for row in range(kept.shape[1]):
-        rows = torch.arange(row * block, (row + 1) * block, device=tiles.device)
-        inside = kept[:, row, : row + 1].repeat_interleave(block, 1)[:, None]
-        values = record.call.probabilities(rows) * inside
-        tiles[:, rows, : (row + 1) * block] = encode_tiles(values, tiles.dtype)
+        begin, end = row * block, (row + 1) * block
+        tiles[:, begin:end, :end] = stored_tiles(record, kept, row, block, dtype).cpu()
     return tiles
 
 
