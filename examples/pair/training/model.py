@@ -39,6 +39,8 @@ class Shape:
 SHAPES = {
     "sender": Shape(hidden=192, num_layers=6, num_heads=6, num_kv_heads=2, mlp=352),
     "receiver": Shape(hidden=128, num_layers=5, num_heads=4, num_kv_heads=2, mlp=256),
+    "larger-sender": Shape(hidden=512, num_layers=12, num_heads=8, num_kv_heads=2, mlp=1408),  # 36 M parameters
+    "larger-receiver": Shape(hidden=448, num_layers=10, num_heads=4, num_kv_heads=2, head_dim=128, mlp=1216),  # 25 M
 }
 
 
