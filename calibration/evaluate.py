@@ -7,6 +7,7 @@ before anything serves it. Each plan is held against baselines at its own settin
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,8 @@ from mapflow.calibration.reuse_runs import PairRuns, ReuseRuns, Run, Text, mean_
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
@@ -39,6 +42,8 @@ class Judged:
         cost: of the receiver's prefill of `context` tokens under the plan, estimated.
         full_s: seconds of that prefill without reuse, estimated.
         context: its tokens.
+        measured_ms: of attention in the layers that reuse, in a prefill of `prefix` tokens by the kernels, and of full
+            attention in the same layers; None without a GPU.
     """
 
     plan: Plan
@@ -48,6 +53,7 @@ class Judged:
     context: int
     quality: Mapping[Run, Estimate]
     answers: Mapping[Task, Answers]
+    measured_ms: tuple[float, float] | None = None
 
 
 def evaluate(
@@ -79,15 +85,20 @@ def evaluate(
     log = None if resume is None else ResumeLog(resume, _digest(config, plans, documents, samples))
     qualities: list[dict[Run, list[Quality]]] = [defaultdict(list) for _ in plans]
     densities: list[list[Mapping[int, float]]] = [[] for _ in plans]
+    measured: list[tuple[float, float] | None] = [None for _ in plans]
+    longest = max(range(len(documents)), key=lambda number: documents[number].num_rows)
     runs = PairRuns(plans, *models, documents)
     for number, text in enumerate(documents):
         found = log.get(f"document {number}") if log is not None else None
         if found is None:
             of_text = runs.of(number)
-            found = [_outcome(of_text, plan, text) for plan in plans]
+            is_timed = config.device.startswith("cuda") and number == longest
+            found = [_outcome(of_text, plan, text, is_timed=is_timed) for plan in plans]
             if log is not None:
                 log.add(f"document {number}", found)
-        for outcome, of_plan, of_layers in zip(found, qualities, densities):
+        for position, (outcome, of_plan, of_layers) in enumerate(zip(found, qualities, densities)):
+            if outcome.get("measured_ms"):
+                measured[position] = tuple(outcome["measured_ms"])
             of_layers.append({int(layer): density for layer, density in outcome["densities"].items()})
             for run, quality in outcome["runs"].items():
                 of_plan[Run(run)].append(Quality(**quality))
@@ -109,12 +120,13 @@ def evaluate(
             context=config.context,
             quality={run: estimate(found) for run, found in of_plan.items()},
             answers=answered,
+            measured_ms=timed,
         )
-        for plan, of_plan, of_layers, answered in zip(plans, qualities, densities, answers)
+        for plan, of_plan, of_layers, answered, timed in zip(plans, qualities, densities, answers, measured)
     ]
 
 
-def _outcome(runs: ReuseRuns, plan: Plan, text: Text) -> dict[str, Any]:
+def _outcome(runs: ReuseRuns, plan: Plan, text: Text, *, is_timed: bool) -> dict[str, Any]:
     """A plan's and its baselines' quality on one text, and the densities of the plan's layers, as plain data."""
     found: dict[str, Any] = {"runs": {}}
     for run, logits, densities in runs.judge(plan):
@@ -123,6 +135,11 @@ def _outcome(runs: ReuseRuns, plan: Plan, text: Text) -> dict[str, Any]:
         found["runs"][run.value] = asdict(compare(runs.exact, logits, next_ids, num_prefix, mean_density(densities)))
         if run is Run.PLAN:
             found["densities"] = dict(densities)
+    if is_timed and plan.reusing_layers:
+        try:
+            found["measured_ms"] = runs.time(plan)
+        except ValueError as error:
+            _logger.warning("plan %s is not timed: %s", plan.name, error)
     return found
 
 

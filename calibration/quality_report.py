@@ -15,7 +15,8 @@ def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
     `low` and `high` bound `prefix_kl` (95 %); `prefix` is the most tokens that reused; `retrieval` the share of right
     answers by task, with that of the receiver without reuse beside it; empty where none were asked. Of plans also what
     a prefill of `context` tokens takes, in milliseconds and as a share of one without reuse, and the bytes of its maps;
-    both estimated (`cost.py`).
+    both estimated (`cost.py`). On a GPU also what attention took there in the layers that reuse, with `prefix` tokens,
+    and full attention in their place.
     """
     for one in judged:
         plan = one.plan
@@ -26,6 +27,8 @@ def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
             "estimated_share": one.cost.seconds / one.full_s,
             "map_bytes": one.cost.num_bytes,
         }
+        if one.measured_ms is not None:
+            cost |= dict(zip(("measured_attention_ms", "measured_full_attention_ms"), one.measured_ms))
         for run, quality in one.quality.items():
             yield {
                 "pair": f"{plan.sender.model_id} -> {plan.receiver.model_id}",

@@ -51,13 +51,24 @@ def cost_table(judged: Sequence[Judged]) -> Table:
     """What every plan costs and saves, one row each."""
     title = f"a prefill of {judged[0].context:,} tokens, estimated"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("plan", "layers", "of the time without reuse", "MB of maps"):
+    is_measured = any(one.measured_ms is not None for one in judged)
+    measured = [f"attention at {judged[0].prefix:,}, measured"] if is_measured else []
+    for name in ("plan", "layers", "of the time without reuse", "MB of maps", *measured):
         table.add_column(name, justify="left" if name in ("plan", "layers") else "right")
     for one in judged:
         count = Counter(layer.mode.value for layer in one.plan.layers)
         layers = ", ".join(f"{number} {mode}" for mode, number in sorted(count.items()))
-        table.add_row(one.plan.name, layers, f"{one.cost.seconds / one.full_s:.0%}", f"{one.cost.num_bytes / 1e6:,.1f}")
+        cells = [f"{one.cost.seconds / one.full_s:.0%}", f"{one.cost.num_bytes / 1e6:,.1f}"]
+        table.add_row(one.plan.name, layers, *cells, *([_measured(one)] if is_measured else []))
     return table
+
+
+def _measured(one: Judged) -> str:
+    """Of the layers that reuse."""
+    if one.measured_ms is None:
+        return "-"
+    reuse, full = one.measured_ms
+    return f"{reuse:.2f} of {full:.2f} ms"
 
 
 def _numbers(quality: Estimate) -> tuple[str, ...]:

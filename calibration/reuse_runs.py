@@ -112,6 +112,18 @@ class ReuseRuns:
         if (other := self._of_other_text()) is not None:
             yield Run.OTHER_TEXT, *self._run(ReuseAttention(plan, other, num_rows=self._num_rows))
 
+    def time(self, plan: Plan) -> tuple[float, float]:
+        """Milliseconds of attention in the layers that reuse, by the kernels on this GPU, and of full attention there.
+
+        Raises:
+            ValueError: the kernels cannot run such heads or blocks.
+        """
+        from mapflow.calibration.kernel_attention import KernelAttention  # needs Triton
+
+        kernels = KernelAttention(plan, self._sent, num_rows=self._num_rows)
+        self._receiver.run(self._ids, kernels)
+        return sum(kernels.reuse_ms.values()), sum(kernels.full_ms.values())
+
     def _run(self, reuse: ReuseAttention) -> tuple[torch.Tensor, Mapping[int, float]]:
         return self._receiver.run(self._ids, reuse, logits_from=self._from), reuse.densities
 
