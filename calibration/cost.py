@@ -102,21 +102,33 @@ class CostModel:
     def of_plan(self, plan: Plan, densities: Mapping[int, float]) -> Cost:
         """All layers under a plan; densities: of those that reuse."""
         found = [
-            self.of(
-                layer,
-                density=densities.get(number, 1.0),
-                block=plan.block,
-                num_heads=plan.head_index[number].shape[-1] if layer.mode is Mode.TRANSLATE else 1,
-                tile_dtype=plan.tile_dtype,
-            )
+            self.of_layer(plan, number, layer, density=densities.get(number, 1.0))
             for number, layer in enumerate(plan.layers)
         ]
         return Cost(seconds=sum(one.seconds for one in found), num_bytes=sum(one.num_bytes for one in found))
 
-    def of(self, layer: LayerPlan, *, density: float, block: int, num_heads: int = 1, tile_dtype: str = "e4m3") -> Cost:
+    def of_layer(self, plan: Plan, number: int, layer: LayerPlan, *, density: float) -> Cost:
+        """The layer of this number, should it do what `layer` says with the plan's head maps."""
+        heads = {}
+        if layer.mode is Mode.TRANSLATE:
+            index = plan.head_index[number]
+            heads = {"num_heads": index.shape[-1], "tile_heads": len(set(index.flatten().tolist()))}
+        return self.of(layer, density=density, block=plan.block, tile_dtype=plan.tile_dtype, **heads)
+
+    def of(
+        self,
+        layer: LayerPlan,
+        *,
+        density: float,
+        block: int,
+        num_heads: int = 1,
+        tile_heads: int | None = None,
+        tile_dtype: str = "e4m3",
+    ) -> Cost:
         """A layer that keeps `density` of the causal blocks, translated from `num_heads` sender heads each.
 
-        A layer's maps arrive while the layer before it computes, so it takes the longer of both.
+        tile_heads: sender heads that the layer reads in all; None for every one. A layer's maps arrive while the layer
+        before it computes, so it takes the longer of both.
         """
         rates, full = self.rates, self.full_attention_s
         seconds = self.rest_s + (0.0 if layer.mode is Mode.TRANSLATE else self.query_s)
@@ -128,13 +140,10 @@ class CostModel:
         else:
             slope = rates.masked_slope + rates.masked_curve * density
             seconds += slope * density * full + rates.masked_token_s * self._context
-        num_bytes = self.map_bytes(layer, density=density, block=block, tile_dtype=tile_dtype)
-        return Cost(seconds=max(seconds, num_bytes / rates.link_bytes), num_bytes=num_bytes)
-
-    def map_bytes(self, layer: LayerPlan, *, density: float, block: int, tile_dtype: str) -> int:
-        """Of one layer's maps: a byte for each block's mass, and the tiles of the kept ones of all sender heads."""
-        if not layer.needs_map:
-            return 0
-        blocks = self._sender.num_heads * (self._context / block) ** 2 / 2
-        tiles = density * block**2 * TILE_DTYPE_BY_NAME[tile_dtype].itemsize if layer.mode is Mode.TRANSLATE else 0.0
-        return round(blocks * (1.0 + tiles))
+        blocks, num_bytes = (self._context / block) ** 2 / 2, 0.0
+        if layer.needs_map:
+            num_bytes += blocks * self._sender.num_heads  # a byte for each one's mass
+        if layer.mode is Mode.TRANSLATE:
+            heads = self._sender.num_heads if tile_heads is None else tile_heads
+            num_bytes += density * blocks * heads * block**2 * TILE_DTYPE_BY_NAME[tile_dtype].itemsize
+        return Cost(seconds=max(seconds, num_bytes / rates.link_bytes), num_bytes=round(num_bytes))

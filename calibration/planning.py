@@ -78,8 +78,7 @@ def options_of(measured: Mapping[int, Sequence[Measured]], cost: CostModel, maps
     """With what each costs."""
 
     def option(number: int, one: Measured) -> Option:
-        sizes = {"block": maps.block, "num_heads": maps.head_index[number].shape[-1]}
-        costs = cost.of(one.layer, density=one.density, tile_dtype=maps.tile_dtype, **sizes)
+        costs = cost.of_layer(maps, number, one.layer, density=one.density)
         return Option(
             layer=one.layer,
             damage=one.damage,

@@ -68,6 +68,8 @@ def test_tiles_that_arrive_late_cost_their_copy() -> None:
     tiles = model.of(LAYERS[Mode.TRANSLATE], density=0.2, block=128)
     assert tiles.seconds == pytest.approx(tiles.num_bytes / model.rates.link_bytes)
     assert tiles.num_bytes == pytest.approx(0.2 * 32 * 65536**2 / 2, rel=0.01)
+    few = model.of(LAYERS[Mode.TRANSLATE], density=0.2, block=128, tile_heads=8)
+    assert few.num_bytes == pytest.approx(0.2 * 8 * 65536**2 / 2, rel=0.01), "only tiles of heads that are read cross"
     masses = model.of(LAYERS[Mode.GUIDE], density=0.2, block=128)
     assert masses.num_bytes == 32 * 512**2 // 2 and masses.seconds > 10 * masses.num_bytes / model.rates.link_bytes
 
