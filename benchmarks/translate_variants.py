@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--fit-tokens", type=int, default=4096, help="of each text that is fitted")
     parser.add_argument("--row-fraction", type=float, default=0.25)
     parser.add_argument("--tune-steps", type=int, default=64)
+    parser.add_argument("--tune-tokens", type=int, default=1024, help="of the pieces that weights are tuned on")
     parser.add_argument("--prefix", type=int, default=4096, help="rows that reuse")
     parser.add_argument("--suffix", type=int, default=256, help="tokens after them")
     parser.add_argument("--rows", type=int, default=1024, help="last rows of the prefix that count")
@@ -148,6 +149,8 @@ def main() -> None:
             mode=Mode.TRANSLATE,
         )
 
+    steps = TuningConfig(steps=arguments.tune_steps, max_tokens=arguments.tune_tokens)
+
     def plan_of(variant: Variant) -> Plan:
         one, spec = replace(config, top_p=variant.top_p), facts[0].spec
         wide = replace(facts[0], spec=replace(spec, num_heads=(1 + variant.neighbours) * spec.num_heads))
@@ -155,7 +158,7 @@ def main() -> None:
         plan = build_plan(one, fingerprint, wide, facts[1], Mode.TRANSLATE, fits)
         if not variant.tuned:
             return plan
-        return tune(plan, sender, receiver, fitted, judging, TuningConfig(steps=arguments.tune_steps))
+        return tune(plan, sender, receiver, fitted, judging, steps)
 
     plans = {variant: plan_of(variant) for variant in VARIANTS}
     length = arguments.prefix + arguments.suffix
@@ -190,7 +193,7 @@ def main() -> None:
             f"{case['variant']:44} density {case['density']:.3f}  {case['map_bytes'] / 1e6:7.1f} MB  "
             f"KL {case['prefix_kl']:.4f} ({case['low']['prefix_kl']:.4f} to {case['high']['prefix_kl']:.4f})"
         )
-    sizes |= {name: getattr(arguments, name) for name in ("suffix", "first_layer", "tune_steps")}
+    sizes |= {name: getattr(arguments, name) for name in ("suffix", "first_layer", "tune_steps", "tune_tokens")}
     pair = f"{facts[0].spec.model_id} -> {facts[1].spec.model_id}"
     commit = arguments.commit or git_commit()
     report = {"pair": pair, **sizes, "worst_layers": worst[:3], "commit": commit, "versions": versions()}

@@ -57,7 +57,8 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
     def refine(plan: Plan) -> Plan:
         if not config.tune_steps:
             return plan
-        return tune(plan, *models, documents, held_out, TuningConfig(steps=config.tune_steps), report)
+        steps = TuningConfig(steps=config.tune_steps, max_tokens=config.tune_tokens)
+        return tune(plan, *models, documents, held_out, steps, report)
 
     if config.is_planned:
         cost = CostModel(layer_shape(receiver), sender.spec, config.context)

@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 TILE_DTYPES = ("e4m3", "bf16")
 PLAN_SUFFIX = ".safetensors"
 # what the sums do not depend on
-_NOT_IN_DIGEST = ("out", "device", "tune_steps", "max_kl", "target_ttft", "context", "one_at_a_time")
+_NOT_IN_DIGEST = ("out", "device", "tune_steps", "tune_tokens", "max_kl", "target_ttft", "context", "one_at_a_time")
 
 
 class CalibrationError(ValueError):
@@ -52,7 +52,8 @@ class CalibrationConfig:
         row_fraction: share of token rows, chosen at random, that enter the normal equations, in (0, 1].
         seed: seed of that choice.
         tune_steps: steps in which translate's head weights are tuned to the receiver's distributions (`tuning.py`), a
-            text each; every fourth text then judges instead of being fitted.
+            piece of a text each; every fourth text then judges instead of being fitted.
+        tune_tokens: of those pieces; the maps of 16 of them wait in host memory, a byte a value.
         max_kl: each layer's mode and p are chosen so that the plan is the fastest whose prefix KL on held-out texts is
             at most this, in nats; `mode` and `top_p` then mean nothing.
         target_ttft: the same, for the best plan that takes at most this share of the prefill's time without reuse.
@@ -80,6 +81,7 @@ class CalibrationConfig:
     row_fraction: float = 1.0
     seed: int = 0
     tune_steps: int = 0
+    tune_tokens: int = 1024
     max_kl: float | None = None
     target_ttft: float | None = None
     context: int = 16384
@@ -126,6 +128,8 @@ class CalibrationConfig:
             raise CalibrationError(
                 f"target_ttft must be a share of the time without reuse, in (0, 1], got {self.target_ttft}"
             )
+        if self.tune_tokens < self.block:
+            raise CalibrationError(f"tune_tokens must be at least one block ({self.block}), got {self.tune_tokens}")
         if self.context < self.block:
             raise CalibrationError(f"context must be at least one block ({self.block}), got {self.context}")
         if self.mode is Mode.GUIDE and self.heads_per_head is not None and not self.is_planned:

@@ -124,3 +124,5 @@ def test_what_cannot_be_tuned_is_refused(pair, tmp_path: Path) -> None:
         config_of(pair, tmp_path, mode=Mode.GUIDE, heads_per_head=None, tune_steps=5)
     with pytest.raises(CalibrationError, match="tune_steps must be at least 0, got -1"):
         config_of(pair, tmp_path, tune_steps=-1)
+    with pytest.raises(CalibrationError, match=r"tune_tokens must be at least one block \(64\), got 32"):
+        config_of(pair, tmp_path, tune_tokens=32)
