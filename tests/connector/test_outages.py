@@ -277,7 +277,7 @@ def test_a_process_that_never_closes_its_client_ends_cleanly(daemon: DaemonProce
         {ending}
     """
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", textwrap.dedent(script)],
+        [sys.executable, "-P", "-X", "faulthandler", "-c", textwrap.dedent(script)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -289,7 +289,11 @@ def test_a_process_that_never_closes_its_client_ends_cleanly(daemon: DaemonProce
             if stopped:
                 daemon.signal(signal.SIGSTOP)
             ended_at = time.monotonic()
-            _, errors = process.communicate("\n", timeout=20.0)
+            try:
+                _, errors = process.communicate("\n", timeout=20.0)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # faulthandler says where its threads are
+                pytest.fail(f"still there after 20 s:\n{process.communicate()[1]}")
             assert (process.returncode, errors) == (0, "")
             assert time.monotonic() - ended_at < 3.0
         finally:
