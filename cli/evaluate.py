@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mapflow.calibration.config import CalibrationError
 from mapflow.calibration.evaluate import evaluate, from_layer
@@ -37,7 +37,13 @@ def run_evaluation(
     plans = [load_plan(path) for path in files]
     plans = [with_top_p(plan, top_p) for plan in plans for top_p in top_ps] or plans
     plans = [from_layer(plan, first) for plan in plans for first in first_layers] or plans
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("texts", total=None)
         partial = None if out is None else out.with_name(f"{out.stem}.partial.jsonl")
