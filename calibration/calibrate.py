@@ -8,6 +8,7 @@ an interrupted run resumes where it stopped and ends in the same plan.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,7 @@ def calibrate(config: CalibrationConfig, progress: ProgressCallback | None = Non
     plan.save(config.out)
     config.checkpoint.unlink(missing_ok=True)
     config.run_log.unlink(missing_ok=True)
+    shutil.rmtree(config.spool, ignore_errors=True)
     return plan
 
 

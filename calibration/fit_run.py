@@ -40,7 +40,7 @@ def accumulate(
 ) -> None:
     """Add the documents from `done` on; after each one the sums are saved, and `report` is told."""
     costs = [len(ids) ** 2 for ids in documents]  # maps dominate, and they grow with the square
-    sides = _sides(config, equations.receiver_layers, documents, done, digest, receiver)
+    sides = _sides(config, equations.receiver_layers, documents, done, digest, receiver, report)
     started = time.monotonic()
     for number, side in enumerate(sides, start=done):
         add_document(equations, sender, side, documents[number], rows_at_once=config.block)
@@ -62,6 +62,7 @@ def _sides(
     done: int,
     digest: str,
     receiver: ObservedModel,
+    report: ProgressCallback,
 ) -> Iterator[ReceiverSide]:
     """What the receiver leaves of each document from `done` on.
 
@@ -79,6 +80,6 @@ def _sides(
     for number in range(done, len(documents)):
         if not spool.has(number):
             spool.put(number, side(number))
+        report(Progress(done=number + 1, total=len(documents), stage="documents through the receiver"))
     for number in range(done, len(documents)):
         yield spool.take(number, config.device)
-    spool.close()

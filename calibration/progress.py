@@ -13,7 +13,8 @@ class Progress:
     Attributes:
         done: steps that are behind, those of an earlier, interrupted run included.
         total: steps in all; 0 where only the note matters.
-        stage: what a step is: "documents" that are fitted, "single layers" that are run under one option, or "tuning".
+        stage: what a step is: "documents" that are fitted, "documents through the receiver" before them where models
+            are loaded one at a time, "single layers" that are run under one option, or "tuning".
         remaining_s: seconds still expected of this stage; None before the first step of this run.
         note: one line for the user, empty when there is nothing new to say.
     """

@@ -15,7 +15,7 @@ _DIGEST = "digest"
 
 
 class Spool:
-    """A folder with a file a text, each there whole or not at all."""
+    """A folder with a file a text, each there whole or not at all; whoever has the plan removes it."""
 
     def __init__(self, folder: Path, digest: str) -> None:
         """Go on with what an interrupted run of the same calibration left, or start anew.
@@ -42,10 +42,6 @@ class Spool:
     def take(self, number: int, device: str) -> ReceiverSide:
         """A text's, on a device."""
         return ReceiverSide(**load_file(str(self._file(number)), device=device))
-
-    def close(self) -> None:
-        """Remove all of it."""
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number}.safetensors"

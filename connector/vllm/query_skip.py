@@ -91,14 +91,13 @@ def _rows_with_queries(weight: torch.Tensor, num_rows: int) -> Sequence[tuple[in
     connector = compat.active_connector()
     if connector is None or not connector.map_worker.has_work:
         return None
-    number = _layers.number_of(weight)
-    if number is None:
-        return None
+    found: Sequence[tuple[int, int]] | None = None
     try:
-        found: Sequence[tuple[int, int]] | None = connector.map_worker.rows_with_queries(number, num_rows)
+        number = _layers.number_of(weight)
+        if number is not None:
+            found = connector.map_worker.rows_with_queries(number, num_rows)
     except Exception:
-        logger.exception("mapflow: all queries of layer %d are computed", number)
-        return None
+        logger.exception("mapflow: all queries of a layer are computed")
     return found
 
 
