@@ -10,6 +10,7 @@ from mapflow.cache_service.config import (
     DEFAULT_ENDPOINT,
     Config,
     LogFormat,
+    TlsFiles,
     parse_endpoint,
     parse_gpu_arena,
     parse_size,
@@ -31,7 +32,10 @@ def parse(arguments: Sequence[str]) -> Config:
     add("--reservation-timeout", type=float, default=60.0, help="longest write of a blob, in s (default: %(default)s)")
     add("--drain", type=float, default=10.0, help="longest wait for readers and writers at the end, in s")
     add("--max-keys", type=int, default=4096, help="most keys in one request (default: %(default)s)")
-    add("--insecure-tcp", action="store_true", help="allow a TCP address that other hosts can reach")
+    add("--insecure-tcp", action="store_true", help="allow TCP without TLS")
+    add("--tls-cert", metavar="FILE", help="PEM certificate of the daemon, for TCP")
+    add("--tls-key", metavar="FILE", help="its private key")
+    add("--tls-client-ca", metavar="FILE", help="authority whose certificates clients must show")
     add("--log-format", choices=list(LogFormat), default=LogFormat.CONSOLE, help="default: %(default)s")
     options = parser.parse_args(arguments)
     try:
@@ -46,6 +50,7 @@ def parse(arguments: Sequence[str]) -> Config:
             drain_s=options.drain,
             max_keys=options.max_keys,
             insecure_tcp=options.insecure_tcp,
+            tls=TlsFiles.parse(options.tls_cert, options.tls_key, options.tls_client_ca),
             log_format=LogFormat(options.log_format),
             gpu_arenas=tuple(map(parse_gpu_arena, options.gpu_arena)),
         )

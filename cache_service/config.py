@@ -6,11 +6,11 @@ little memory) is for `server.py` to find.
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from mapflow.cache_service.core.extents import ALIGNMENT
 from mapflow.cache_service.core.limits import Limits
@@ -47,15 +47,34 @@ class Endpoint:
             return f"unix://{self.path}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    @property
-    def is_private(self) -> bool:
-        """Whether only this host can reach it: a Unix socket or a loopback address."""
-        if self.path or self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files.
+
+    Attributes:
+        cert: the daemon's certificate, with those of the authorities between it and a client's root.
+        key: its private key.
+        client_ca: authorities whose certificates clients must show.
+    """
+
+    cert: Path
+    key: Path
+    client_ca: Path
+
+    @classmethod
+    def parse(cls, cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
+        """What the command line names; None for nothing.
+
+        Raises:
+            ValueError: only some of the three.
+        """
+        given = {"--tls-cert": cert, "--tls-key": key, "--tls-client-ca": client_ca}
+        if not any(given.values()):
+            return None
+        if missing := [name for name, value in given.items() if not value]:
+            raise ValueError(f"TLS needs a certificate, its key and the clients' authority; add {', '.join(missing)}")
+        return cls(cert=Path(cert or ""), key=Path(key or ""), client_ca=Path(client_ca or ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +99,8 @@ class Config:
         reservation_timeout_s: time after which a reservation that was not committed is aborted.
         drain_s: how long leases and reservations may last once the daemon was told to stop.
         max_keys: most keys that one request may carry.
-        insecure_tcp: listen on an address that other hosts can reach, without encryption or authentication.
+        insecure_tcp: listen on TCP without encryption or authentication.
+        tls: mutual TLS on TCP.
         log_format: how log lines look.
         gpu_arenas: memory of GPUs for copies of maps, one arena a GPU.
     """
@@ -95,6 +115,7 @@ class Config:
     drain_s: float = 10.0
     max_keys: int = 4096
     insecure_tcp: bool = False
+    tls: TlsFiles | None = None
     log_format: LogFormat = LogFormat.CONSOLE
     gpu_arenas: tuple[GpuArena, ...] = ()
 
@@ -104,10 +125,15 @@ class Config:
         Raises:
             ValueError: one line that names the value and the way out.
         """
-        if not self.endpoint.is_private and not self.insecure_tcp:
+        if self.endpoint.path and self.tls is not None:
             raise ValueError(
-                f"endpoint {self.endpoint} can be reached from other hosts without encryption; use a unix:// endpoint "
-                "or a loopback address, or allow it with insecure_tcp (--insecure-tcp)"
+                f"endpoint {self.endpoint} is a Unix socket, which only this user can open, and needs no TLS; "
+                "leave out --tls-cert, --tls-key and --tls-client-ca"
+            )
+        if not self.endpoint.path and self.tls is None and not self.insecure_tcp:
+            raise ValueError(
+                f"endpoint {self.endpoint} is TCP, open to whoever reaches it; give --tls-cert, --tls-key and "
+                "--tls-client-ca, use a unix:// endpoint, or allow it with --insecure-tcp"
             )
         if self.arena_bytes < ALIGNMENT:
             raise ValueError(f"arena must have at least {ALIGNMENT} bytes, got {self.arena_bytes}; try 4GiB")

@@ -32,6 +32,7 @@ from mapflow.cache_service.promoter import DeviceMemory, Promoter
 from mapflow.cache_service.servicer import CacheServicer
 from mapflow.cache_service.session import SessionHub
 from mapflow.cache_service.status import StatusInterceptor
+from mapflow.cache_service.tls import server_credentials
 from mapflow.v1 import cache_pb2, cache_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -86,7 +87,8 @@ class CacheServer:
             if self._config.metrics_port:
                 stop_metrics = self._metrics.serve(self._config.metrics_host, self._config.metrics_port)
                 self._stack.push_async_callback(asyncio.to_thread, stop_metrics)
-            endpoint = sockets.bind(self._server, self._config.endpoint)
+            credentials = server_credentials(self._config.tls) if self._config.tls is not None else None
+            endpoint = sockets.bind(self._server, self._config.endpoint, credentials)
             self._stack.push_async_callback(self._server.stop, _STOP_GRACE_S)
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
             await self._server.start()

@@ -23,14 +23,16 @@ _PROBE_TIMEOUT_S = 1.0
 _TURN_TIMEOUT_S = 5.0
 
 
-def bind(server: grpc.aio.Server, endpoint: Endpoint) -> Endpoint:
+def bind(server: grpc.aio.Server, endpoint: Endpoint, credentials: grpc.ServerCredentials | None = None) -> Endpoint:
     """Let the server listen on an endpoint; returns it with the port that the system chose, if it did.
+
+    credentials: of a TCP endpoint with TLS.
 
     Raises:
         StartupError: the address is in use or cannot be bound.
     """
     if not endpoint.path:
-        return Endpoint(host=endpoint.host, port=_add_port(server, endpoint))
+        return Endpoint(host=endpoint.host, port=_add_port(server, endpoint, credentials))
     path = Path(endpoint.path)
     with _turn(path.parent):
         require_free(endpoint)
@@ -76,8 +78,10 @@ def _is_served(path: Path) -> bool:
     return True
 
 
-def _add_port(server: grpc.aio.Server, endpoint: Endpoint) -> int:
+def _add_port(server: grpc.aio.Server, endpoint: Endpoint, credentials: grpc.ServerCredentials | None = None) -> int:
     try:
+        if credentials is not None:
+            return int(server.add_secure_port(str(endpoint), credentials))
         return int(server.add_insecure_port(str(endpoint)))
     except RuntimeError as error:
         raise StartupError(

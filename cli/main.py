@@ -63,11 +63,14 @@ def serve(
     reservation_timeout: Annotated[float, typer.Option(help="Longest write of a blob, in seconds.")] = 60.0,
     max_keys: Annotated[int, typer.Option(help="Most keys in one request.")] = 4096,
     drain: Annotated[float, typer.Option(help="Longest wait for readers and writers at the end, in seconds.")] = 10.0,
-    insecure_tcp: Annotated[bool, typer.Option(help="Allow an address that other hosts can reach.")] = False,
+    insecure_tcp: Annotated[bool, typer.Option("--insecure-tcp", help="Allow TCP without TLS.")] = False,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM certificate of the daemon, for TCP.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None,
+    tls_client_ca: Annotated[str | None, typer.Option(help="Authority whose certificates clients must show.")] = None,
     log_format: Annotated[Literal["console", "json"], typer.Option(help="How log lines look.")] = "console",
 ) -> None:
     """Run the cache daemon of this node."""
-    from mapflow.cache_service.config import Config, LogFormat, parse_endpoint, parse_gpu_arena, parse_size
+    from mapflow.cache_service.config import Config, LogFormat, TlsFiles, parse_endpoint, parse_gpu_arena, parse_size
     from mapflow.cache_service.server import run
 
     try:
@@ -82,6 +85,7 @@ def serve(
             max_keys=max_keys,
             drain_s=drain,
             insecure_tcp=insecure_tcp,
+            tls=TlsFiles.parse(tls_cert, tls_key, tls_client_ca),
             log_format=LogFormat(log_format),
             gpu_arenas=tuple(map(parse_gpu_arena, gpu_arena or ())),
         )
@@ -91,12 +95,21 @@ def serve(
 
 
 @app.command()
-def status(endpoint: Endpoint = _DEFAULT_ENDPOINT) -> None:
+def status(
+    endpoint: Endpoint = _DEFAULT_ENDPOINT,
+    tls_ca: Annotated[str | None, typer.Option(help="PEM authority of the daemon's certificate, for TCP.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="Certificate to show to it.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="Its private key.")] = None,
+    tls_server_name: Annotated[str, typer.Option(help="Name in the daemon's certificate, if not the host.")] = "",
+) -> None:
     """Show what the daemon of this node holds."""
     from mapflow.cli.status import StatusError, print_status
+    from mapflow.connector.tls import ClientTls
 
     try:
-        print_status(endpoint)
+        print_status(endpoint, ClientTls.parse(tls_ca, tls_cert, tls_key, tls_server_name))
+    except ValueError as error:
+        raise fail(error) from None
     except StatusError as error:
         raise fail(error) from None
 

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from mapflow.connector.reasons import Unavailable
+from mapflow.connector.tls import ClientTls, open_channel
 from mapflow.v1 import cache_pb2, cache_pb2_grpc
 
 _DEADLINE_S = 3.0
@@ -16,13 +18,17 @@ class StatusError(RuntimeError):
     """The daemon could not be asked; one line with the way out."""
 
 
-def fetch_stats(endpoint: str) -> cache_pb2.StatsResponse:
+def fetch_stats(endpoint: str, tls: ClientTls | None = None) -> cache_pb2.StatsResponse:
     """Ask the daemon for its counters.
 
     Raises:
-        StatusError: no daemon answers there.
+        StatusError: no daemon answers there, or a TLS file cannot be read.
     """
-    with grpc.insecure_channel(endpoint) as channel:
+    try:
+        opened = open_channel(endpoint, tls)
+    except Unavailable as error:
+        raise StatusError(error.detail) from error
+    with opened as channel:
         try:
             stub = cache_pb2_grpc.CacheStub(channel)  # type: ignore[no-untyped-call]
             stats: cache_pb2.StatsResponse = stub.Stats(cache_pb2.StatsRequest(), timeout=_DEADLINE_S)
@@ -33,13 +39,13 @@ def fetch_stats(endpoint: str) -> cache_pb2.StatsResponse:
     return stats
 
 
-def print_status(endpoint: str) -> None:
+def print_status(endpoint: str, tls: ClientTls | None = None) -> None:
     """Print the daemon's state.
 
     Raises:
         StatusError: no daemon answers there.
     """
-    stats = fetch_stats(endpoint)
+    stats = fetch_stats(endpoint, tls)
     table = Table(title=f"mapflow at {endpoint}", show_header=False)
     table.add_row("boot", stats.boot_id.hex())
     table.add_row("uptime", f"{stats.uptime_s:.0f} s")

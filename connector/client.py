@@ -326,7 +326,10 @@ class Client:
 
     def _connect_once(self) -> bool:
         """Live one session; returns whether it was ever open."""
-        session = Session(self.config)
+        try:
+            session = Session(self.config)
+        except Unavailable as error:
+            return self._set_down(error)
         try:
             with self._lock:
                 if self._closing.is_set():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mapflow.connector.messages import Producer
 from mapflow.connector.namespace import Namespace
+from mapflow.connector.tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class ClientConfig:
         connect_deadline_s: most that one attempt to connect may take.
         backoff_min_s, backoff_max_s: bounds of the jittered pause between attempts.
         device_uuid: GPU whose device arena is read, as in "GPU-12345678-..."; empty for none.
+        tls: of a TCP endpoint with mutual TLS; None for a Unix socket, or plain TCP.
         map_arenas: False moves bytes by Fetch and Store even where memory could be shared.
     """
 
@@ -36,6 +38,7 @@ class ClientConfig:
     backoff_min_s: float = 0.05
     backoff_max_s: float = 2.0
     device_uuid: str = ""
+    tls: ClientTls | None = None
     map_arenas: bool = True
 
     def __post_init__(self) -> None:
@@ -45,6 +48,8 @@ class ClientConfig:
             ValueError: an endpoint of no known form, or a time that is not positive.
         """
         _check_endpoint(self.endpoint)
+        if self.tls is not None and self.endpoint.startswith("unix:"):
+            raise ValueError(f"endpoint {self.endpoint!r} is a Unix socket, which needs no TLS; leave tls out")
         for name in ("call_deadline_s", "transfer_deadline_s", "connect_deadline_s", "backoff_min_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -22,6 +22,7 @@ from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.messages import DeviceArena, Interest, Peers
 from mapflow.connector.namespace import FORMAT_VERSION
 from mapflow.connector.reasons import Reason, Unavailable, from_rpc_error
+from mapflow.connector.tls import open_channel
 from mapflow.v1 import cache_pb2
 from mapflow.v1.cache_pb2_grpc import CacheStub
 
@@ -80,8 +81,12 @@ class Session:
     """
 
     def __init__(self, config: ClientConfig) -> None:
-        """Prepare the connection; sends nothing yet."""
-        self._channel = grpc.insecure_channel(config.endpoint, options=_CHANNEL_OPTIONS)
+        """Prepare the connection; sends nothing yet.
+
+        Raises:
+            Unavailable: a TLS file cannot be read.
+        """
+        self._channel = open_channel(config.endpoint, config.tls, _CHANNEL_OPTIONS)
         self._deadline_s = config.connect_deadline_s
         self._opening = cache_pb2.OpenSession(client_name=config.client_name, namespace=config.namespace.to_proto())
         if config.producer is not None:

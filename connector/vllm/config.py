@@ -12,6 +12,7 @@ from typing import Any
 
 from mapflow.connector.namespace import KeyHash, Namespace
 from mapflow.connector.plan import Plan, PlanError, load_plan
+from mapflow.connector.tls import ClientTls
 
 DEFAULT_ENDPOINT = "unix:///run/mapflow/mapflow.sock"
 
@@ -27,6 +28,7 @@ class ConnectorConfig:
     Attributes:
         endpoint: where the daemon listens, `unix:///path` or `host:port`.
         plans: paths of plan files; the first is the default of requests that name none.
+        tls_ca, tls_cert, tls_key, tls_server_name: of an endpoint with mutual TLS, see `ClientTls`.
         tenant: tenant whose maps are shared; empty for the default tenant.
         key_hash: hash of the chunk keys.
         chunk_tokens: tokens per chunk of a producer without a plan file.
@@ -47,6 +49,10 @@ class ConnectorConfig:
 
     endpoint: str = DEFAULT_ENDPOINT
     plans: tuple[Path, ...] = ()
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_server_name: str = ""
     tenant: str = ""
     key_hash: KeyHash = KeyHash.XXH3_128
     chunk_tokens: int = 512
@@ -91,6 +97,10 @@ class ConnectorConfig:
         """
         readers: dict[str, Callable[[Any], object]] = {
             "endpoint": str,
+            "tls_ca": str,
+            "tls_cert": str,
+            "tls_key": str,
+            "tls_server_name": str,
             "tenant": str,
             "key_hash": KeyHash,
             "chunk_tokens": int,
@@ -122,6 +132,17 @@ class ConnectorConfig:
                 known = ", ".join(sorted([*readers, "plan"]))
                 raise ConfigError(f"unknown mapflow setting {key!r} in kv_connector_extra_config; known are {known}")
         return cls(**values)  # type: ignore[arg-type]
+
+    def tls(self) -> ClientTls | None:
+        """Of the endpoint.
+
+        Raises:
+            ConfigError: a file is missing in the settings.
+        """
+        try:
+            return ClientTls.parse(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
+        except ValueError as error:
+            raise ConfigError(f"mapflow settings: {error}") from error
 
     def load_plans(self) -> tuple[Plan, ...]:
         """Read the plan files.

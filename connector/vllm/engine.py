@@ -78,6 +78,7 @@ class Engine:
                 producer=producer if facts.publishes and is_worker else None,
                 call_deadline_s=self.config.lookup_deadline_s,
                 transfer_deadline_s=self.config.call_deadline_s,
+                tls=self.config.tls(),
                 device_uuid=facts.device_uuid if facts.reuses and self.config.gpu_tier else "",
             )
         except ValueError as error:

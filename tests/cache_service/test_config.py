@@ -11,6 +11,7 @@ from mapflow.cache_service.config import (
     Endpoint,
     GpuArena,
     LogFormat,
+    TlsFiles,
     parse_endpoint,
     parse_gpu_arena,
     parse_size,
@@ -89,26 +90,22 @@ def test_a_socket_path_has_a_longest_length() -> None:
         parse_endpoint(f"unix://{longest}x")
 
 
-@pytest.mark.parametrize(
-    ("host", "private"),
-    [
-        ("127.0.0.1", True),
-        ("127.9.9.9", True),
-        ("::1", True),
-        ("localhost", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("10.0.0.1", False),
-        ("example.org", False),
-    ],
-)
-def test_addresses_that_others_can_reach_need_consent(host: str, private: bool) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "example.org"])
+def test_tcp_needs_tls_or_consent(host: str) -> None:
+    """Loopback too: every user of the host can open it."""
     endpoint = Endpoint(host=host, port=1)
-    assert endpoint.is_private == private
-    if not private:
-        with pytest.raises(ValueError, match="--insecure-tcp"):
-            Config(endpoint=endpoint, arena_bytes=64)
+    with pytest.raises(ValueError, match=r"--tls-cert.*--insecure-tcp"):
+        Config(endpoint=endpoint, arena_bytes=64)
     Config(endpoint=endpoint, arena_bytes=64, insecure_tcp=True)
+    Config(endpoint=endpoint, arena_bytes=64, tls=TlsFiles.parse("a", "b", "c"))
+
+
+def test_tls_is_whole_and_for_tcp() -> None:
+    assert TlsFiles.parse(None, None, None) is None
+    with pytest.raises(ValueError, match="add --tls-key, --tls-client-ca"):
+        TlsFiles.parse("a", None, "")
+    with pytest.raises(ValueError, match=r"Unix socket.*needs no TLS"):
+        Config(endpoint=Endpoint(path="/run/x.sock"), arena_bytes=64, tls=TlsFiles.parse("a", "b", "c"))
 
 
 @pytest.mark.parametrize(
@@ -156,6 +153,8 @@ def test_the_command_line() -> None:
         ["--arena", "much"],
         ["--endpoint", "nowhere"],
         ["--endpoint", "0.0.0.0:1"],
+        ["--endpoint", "127.0.0.1:1"],
+        ["--tls-cert", "cert.pem"],
         ["--drain", "-1"],
         ["--gpu-arena", "8GiB"],
         ["--gpu-arena", "0:1GiB", "--gpu-arena", "0:2GiB"],

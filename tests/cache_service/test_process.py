@@ -206,7 +206,7 @@ def test_two_daemons_cannot_share_a_port() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run_daemon("--endpoint", f"127.0.0.1:{port}", "--arena", "1MiB")
+        done = run_daemon("--endpoint", f"127.0.0.1:{port}", "--insecure-tcp", "--arena", "1MiB")
     lines = done.stderr.splitlines()
     assert done.returncode == 2
     assert lines[-1].startswith(f"mapflow: endpoint 127.0.0.1:{port} cannot be bound")
