@@ -227,6 +227,7 @@ def play(socket_folder: Path, tmp_path: Path) -> Play:
                     arena_bytes=arena_bytes,
                     session_timeout_s=session_timeout_s,
                     drain_s=0.2,
+                    insecure_tcp=not endpoint.path,
                     gpu_arenas=tuple(GpuArena(device, size) for device, size in enumerate(gpu_arena_bytes)),
                 ),
             )

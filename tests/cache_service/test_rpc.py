@@ -248,7 +248,7 @@ def test_tcp_on_loopback_with_a_port_that_the_system_chose(play: Play) -> None:
             await client.open()
             assert (await client.stats()).num_sessions == 1
 
-    play(scenario, endpoint=Endpoint(host="127.0.0.1", port=0), insecure_tcp=True)
+    play(scenario, endpoint=Endpoint(host="127.0.0.1", port=0))
 
 
 def test_every_refusal_of_the_core_has_a_status() -> None:
