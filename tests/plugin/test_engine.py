@@ -55,6 +55,8 @@ def test_unknown_setting_names_the_known_ones(start, pair) -> None:  # type: ign
         ({"plan": 3}, "setting plan must be a path or a list of paths, got 3"),
         ({"plan": "/nowhere/p.safetensors"}, "plan file /nowhere/p.safetensors does not exist"),
         ({"endpoint": "mapflow"}, "mapflow"),
+        ({"endpoint": "localhost:1", "tls_ca": "ca.pem"}, "TLS needs tls_ca, tls_cert and tls_key; tls_cert, tls_key"),
+        ({"tls_ca": "a", "tls_cert": "b", "tls_key": "c"}, "is a Unix socket, which needs no TLS"),
     ],
 )
 def test_values_that_cannot_be_used(start, pair, extra: dict[str, object], message: str) -> None:  # type: ignore[no-untyped-def]
