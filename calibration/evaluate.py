@@ -93,13 +93,13 @@ def evaluate(
         if found is None:
             of_text = runs.of(number)
             is_timed = config.device.startswith("cuda") and number == longest
-            found = [_outcome(of_text, plan, text, is_timed=is_timed) for plan in plans]
+            found = [_outcome(of_text, plan, text, config.context, is_timed=is_timed) for plan in plans]
             if log is not None:
                 log.add(f"document {number}", found)
         for position, (outcome, of_plan, of_layers) in enumerate(zip(found, qualities, densities)):
             if outcome.get("measured_ms"):
                 measured[position] = tuple(outcome["measured_ms"])
-            of_layers.append({int(layer): density for layer, density in outcome["densities"].items()})
+            of_layers.append({int(layer): density for layer, density in outcome["densities_then"].items()})
             for run, quality in outcome["runs"].items():
                 of_plan[Run(run)].append(Quality(**quality))
         if progress is not None:
@@ -126,15 +126,17 @@ def evaluate(
     ]
 
 
-def _outcome(runs: ReuseRuns, plan: Plan, text: Text, *, is_timed: bool) -> dict[str, Any]:
-    """A plan's and its baselines' quality on one text, and the densities of the plan's layers, as plain data."""
+def _outcome(runs: ReuseRuns, plan: Plan, text: Text, context: int, *, is_timed: bool) -> dict[str, Any]:
+    """A plan's and its baselines' quality on one text, and what its layers' densities then are, as plain data."""
     found: dict[str, Any] = {"runs": {}}
-    for run, logits, densities in runs.judge(plan):
+    for run, logits, reuse in runs.judge(plan):
         num_prefix = text.num_rows - text.logits_from
         next_ids = text.token_ids[text.logits_from + 1 :]
-        found["runs"][run.value] = asdict(compare(runs.exact, logits, next_ids, num_prefix, mean_density(densities)))
+        found["runs"][run.value] = asdict(
+            compare(runs.exact, logits, next_ids, num_prefix, mean_density(reuse.densities))
+        )
         if run is Run.PLAN:
-            found["densities"] = dict(densities)
+            found["densities_then"] = reuse.densities_at(context)
     if is_timed and plan.reusing_layers:
         try:
             found["measured_ms"] = runs.time(plan)
@@ -147,7 +149,7 @@ def _digest(
     config: EvaluationConfig, plans: Sequence[Plan], documents: Sequence[Text], samples: Sequence[Sample]
 ) -> str:
     """Of all that outcomes depend on; the models' part stands in the plans."""
-    facts = ([plan.digest for plan in plans], documents, samples, config.dtype)
+    facts = ([plan.digest for plan in plans], documents, samples, config.dtype, config.context)
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

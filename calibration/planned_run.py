@@ -55,7 +55,7 @@ def planned(
     translate = fit_layers(equations, heads_per_head=config.heads_per_head or 1)
     translating = refine(with_top_p(build(Mode.TRANSLATE, translate), statistics.median(TRANSLATE_P)))
     maps = replace(build(Mode.GUIDE, guide), head_index=translating.head_index, head_weight=translating.head_weight)
-    judge = Judge(maps, *models, held_out, rows=_JUDGED_ROWS)
+    judge = Judge(maps, *models, held_out, rows=_JUDGED_ROWS, context=config.context)
     may = candidates(guide, translate, sink_blocks=config.sink_blocks, local_blocks=config.local_blocks)
     log = ResumeLog(config.run_log, judge.digest)
     total, known, started = _num_runs(may) * judge.num_documents, len(log), time.monotonic()

@@ -78,7 +78,7 @@ def options_of(measured: Mapping[int, Sequence[Measured]], cost: CostModel, maps
     """With what each costs."""
 
     def option(number: int, one: Measured) -> Option:
-        costs = cost.of_layer(maps, number, one.layer, density=one.density)
+        costs = cost.of_layer(maps, number, one.layer, density=one.density_then)
         return Option(
             layer=one.layer,
             damage=one.damage,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from mapflow.calibration.attention import AttentionCall
+from mapflow.calibration.growth import density_at, growth
 from mapflow.connector.plan import LayerPlan, Mode, Plan
 from mapflow.kernels.attention_map import decode_mass, encode_mass
 from mapflow.kernels.mask import guide_mask, mask_density, static_mask
@@ -108,6 +109,7 @@ class ReuseAttention:
         self._own = own
         self._online = online
         self.densities: dict[int, float] = {}
+        self.growths: dict[int, float] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The layer's output, [num_heads, num_tokens, value_dim]."""
@@ -120,6 +122,14 @@ class ReuseAttention:
         else:
             self._masked(call, self._mask(call, layer), output)
         return output
+
+    def densities_at(self, context: int) -> dict[int, float]:
+        """Of a prompt of so many tokens, as `growth.py` expects them."""
+        blocks = self._num_rows // self._plan.block, max(1, context // self._plan.block)
+        return {layer: density_at(one, self.growths[layer], *blocks) for layer, one in self.densities.items()}
+
+    def _note(self, layer: int, mask: torch.Tensor) -> None:
+        self.densities[layer], self.growths[layer] = mask_density(mask, first_block_row=0), growth(mask)
 
     def _mask(self, call: AttentionCall, layer: LayerPlan) -> torch.Tensor:
         """bool [num_heads, num_blocks, num_blocks]."""
@@ -168,7 +178,7 @@ class ReuseAttention:
     def _masked(self, call: AttentionCall, mask: torch.Tensor, output: torch.Tensor) -> None:
         """Exact attention inside the mask, into `output`."""
         block = self._plan.block
-        self.densities[call.layer] = mask_density(mask, first_block_row=0)
+        self._note(call.layer, mask)
         for row in range(mask.shape[1]):
             rows = _rows(call, row, block)
             kept = mask[:, row, : row + 1].repeat_interleave(block, 1)[:, None]  # [num_heads, 1, end]
@@ -181,7 +191,7 @@ class ReuseAttention:
         index, weight = self._plan.head_index[call.layer], self._plan.head_weight[call.layer]
         combine = dense_head_weights(index, weight, record.call.num_heads).to(record.mass.device)
         kept = select_top_p(record.mass, layer.top_p, first_block_row=0)
-        self.densities[call.layer] = mask_density(kept[(combine != 0).any(0)], first_block_row=0)
+        self._note(call.layer, kept[(combine != 0).any(0)])
         for row in range(kept.shape[1]):
             tiles = self._tiles(record, kept, row)
             _store(output, _rows(call, row, block), torch.einsum("is,src->irc", combine, tiles), call)

@@ -95,8 +95,8 @@ class ReuseRuns:
         self.exact = receiver.run(self._ids, own, logits_from=self._from)
         self._sent, self._own, self._other = sent, own.records, other
 
-    def judge(self, plan: Plan) -> Iterator[tuple[Run, torch.Tensor, Mapping[int, float]]]:
-        """What ran, its logits as `exact`, the densities of its layers that reuse: the plan, then its baselines.
+    def judge(self, plan: Plan) -> Iterator[tuple[Run, torch.Tensor, ReuseAttention]]:
+        """What ran, its logits as `exact`, its attention, which knows densities: the plan, then its baselines.
 
         A plan without guide layers has no oracle; a text that is longer than the other one goes without that.
         """
@@ -124,8 +124,8 @@ class ReuseRuns:
         self._receiver.run(self._ids, kernels)
         return sum(kernels.reuse_ms.values()), sum(kernels.full_ms.values())
 
-    def _run(self, reuse: ReuseAttention) -> tuple[torch.Tensor, Mapping[int, float]]:
-        return self._receiver.run(self._ids, reuse, logits_from=self._from), reuse.densities
+    def _run(self, reuse: ReuseAttention) -> tuple[torch.Tensor, ReuseAttention]:
+        return self._receiver.run(self._ids, reuse, logits_from=self._from), reuse
 
     def _of_other_text(self) -> Records | None:
         """Its records as far as this text goes; None if they do not."""

@@ -25,11 +25,18 @@ Candidates = Mapping[int, Sequence[LayerPlan]]
 
 @dataclass(slots=True)
 class Measured:
-    """One layer's option. damages: prefix KL in nats, by document. densities: of its mask, by document."""
+    """One layer's option.
+
+    Attributes:
+        damages: prefix KL in nats, by document.
+        densities: of its mask, by document.
+        densities_then: the same, expected of prompts of `context` tokens.
+    """
 
     layer: LayerPlan
     damages: list[float] = field(default_factory=list)
     densities: list[float] = field(default_factory=list)
+    densities_then: list[float] = field(default_factory=list)
 
     @property
     def damage(self) -> float:
@@ -48,6 +55,11 @@ class Measured:
         """Mean over documents; 1 where nothing is left out."""
         return statistics.fmean(self.densities) if self.densities else 1.0
 
+    @property
+    def density_then(self) -> float:
+        """Mean of those that are expected."""
+        return statistics.fmean(self.densities_then) if self.densities_then else 1.0
+
 
 class Judge:
     """Held-out documents, and the receiver's own next-token distributions on their last reused rows."""
@@ -60,13 +72,15 @@ class Judge:
         documents: Sequence[Sequence[int]],
         *,
         rows: int,
+        context: int,
     ) -> None:
         """maps: any plan that has the head maps of every layer and mode. rows: at most so many of a document's last
-        rows count.
+        rows count. context: tokens of the prompts whose densities are expected.
 
         Only whole blocks of a document reuse; the rest of it is cut off.
         """
         self._maps, self._sender, self._receiver, self._rows = maps, sender, receiver, rows
+        self._context = context
         self._documents = [list(ids[: len(ids) // maps.block * maps.block]) for ids in documents]
 
     @property
@@ -77,7 +91,7 @@ class Judge:
     @property
     def digest(self) -> str:
         """Changes whenever a run could have another outcome."""
-        facts = (self._maps.digest, repr(self._documents), str(self._rows))
+        facts = (self._maps.digest, repr(self._documents), str(self._rows), str(self._context))
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
     def sensitivities(
@@ -100,11 +114,12 @@ class Judge:
                     outcome = log.get(run := _name(number, layer, one.layer))
                     if outcome is None:
                         document = document or self._document(number, every)
-                        damage, densities = document.run(with_layers(self._maps, {layer: one.layer}))
-                        outcome = damage, densities[layer]
+                        damage, reuse = document.run(with_layers(self._maps, {layer: one.layer}))
+                        outcome = damage, reuse.densities[layer], reuse.densities_at(self._context)[layer]
                         log.add(run, outcome)
                     one.damages.append(outcome[0])
                     one.densities.append(outcome[1])
+                    one.densities_then.append(outcome[2])
                     done += 1
                     progress(done)
         return found
@@ -131,11 +146,11 @@ class _Document:
         exact = Recorder(frozenset(), num_rows=0, block=1)
         self._log_p = receiver.run(ids, exact, logits_from=logits_from).log_softmax(-1)
 
-    def run(self, plan: Plan) -> tuple[float, dict[int, float]]:
-        """Prefix KL and densities of a plan."""
+    def run(self, plan: Plan) -> tuple[float, ReuseAttention]:
+        """Prefix KL of a plan, and its attention, which knows densities."""
         reuse = ReuseAttention(plan, self._records, num_rows=len(self._ids))
         log_q = self._receiver.run(self._ids, reuse, logits_from=self._from).log_softmax(-1)
-        return max(0.0, float(kl_divergence(self._log_p, log_q).mean())), reuse.densities
+        return max(0.0, float(kl_divergence(self._log_p, log_q).mean())), reuse
 
 
 def _name(document: int, layer: int, option: LayerPlan) -> str:
