@@ -84,8 +84,9 @@ def _add_port(server: grpc.aio.Server, endpoint: Endpoint, credentials: grpc.Ser
             return int(server.add_secure_port(str(endpoint), credentials))
         return int(server.add_insecure_port(str(endpoint)))
     except RuntimeError as error:
+        doubt = "" if credentials is None else " Or are the TLS files no PEM, or the key another certificate's?"
         raise StartupError(
-            f"endpoint {endpoint} cannot be bound; is it in use, or not an address of this host?"
+            f"endpoint {endpoint} cannot be bound; is it in use, or not an address of this host?{doubt}"
         ) from error
 
 

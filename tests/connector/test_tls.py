@@ -166,6 +166,10 @@ def test_files_that_are_missing(
     assert done.returncode == 2 and "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert last == f"mapflow: TLS file {tmp_path}/--tls-cert cannot be read: No such file or directory"
+    for name in names:
+        (tmp_path / name).write_text("nonsense")
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "are the TLS files no PEM" in done.stderr.splitlines()[-1]
 
 
 def test_status(tls_daemon: TcpDaemon, authority: Authority) -> None:
