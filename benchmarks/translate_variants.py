@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, replace
@@ -140,14 +139,13 @@ def main() -> None:
         device=arguments.device,
     )
 
-    with tempfile.TemporaryDirectory() as folder:
-        config = CalibrationConfig(
-            sender=arguments.sender,
-            receiver=arguments.receiver,
-            texts=arguments.fit,
-            out=Path(folder) / "translate.safetensors",
-            mode=Mode.TRANSLATE,
-        )
+    config = CalibrationConfig(
+        sender=arguments.sender,
+        receiver=arguments.receiver,
+        texts=arguments.fit,
+        out=Path("translate.safetensors"),  # names plans; never written
+        mode=Mode.TRANSLATE,
+    )
 
     steps = TuningConfig(steps=arguments.tune_steps, max_tokens=arguments.tune_tokens)
 
@@ -160,7 +158,10 @@ def main() -> None:
             return plan
         return tune(plan, sender, receiver, fitted, judging, steps)
 
-    plans = {variant: plan_of(variant) for variant in VARIANTS}
+    plans: dict[Variant, Plan] = {}
+    for variant in VARIANTS:
+        whole = plans.get(replace(variant, without_worst=0))
+        plans[variant] = plan_of(variant) if whole is None else whole
     length = arguments.prefix + arguments.suffix
     read = read_documents(arguments.texts, tokenizer, max_tokens=length)
     documents = [ids for ids in read if len(ids) == length][: arguments.documents]
