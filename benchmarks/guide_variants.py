@@ -23,8 +23,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
 from kernels import git_commit, versions, write_report
-from mapflow.calibration.attention import AttentionCall, ObservedModel
-from mapflow.calibration.models import load_model, read_facts
+from mapflow.calibration.attention import AttentionCall
+from mapflow.calibration.models import read_facts
+from mapflow.calibration.pair_models import PairModels
 from mapflow.calibration.quality import Quality, compare, estimate
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import Mode, Plan, load_plan
@@ -182,10 +183,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     plan = load_plan(arguments.plan)
-    sender, receiver = (
-        ObservedModel(load_model(read_facts(path), device=arguments.device, dtype="float32"))
-        for path in (arguments.sender, arguments.receiver)
-    )
+    facts = (read_facts(path) for path in (arguments.sender, arguments.receiver))
+    sender, receiver = PairModels(*facts, device=arguments.device, dtype="float32").both
     length = arguments.prefix + arguments.suffix
     read = read_documents(arguments.texts, load_tokenizer(arguments.receiver), max_tokens=length)
     documents = [ids for ids in read if len(ids) == length][: arguments.documents]

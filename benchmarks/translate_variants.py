@@ -32,9 +32,10 @@ from mapflow.calibration.pair_models import PairModels
 from mapflow.calibration.quality import Quality, compare, estimate
 from mapflow.calibration.reuse import LayerRecord, Recorder, ReuseAttention
 from mapflow.calibration.reuse_runs import mean_density
+from mapflow.calibration.sensitivity import with_layers
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.calibration.tuning import TuningConfig, tune
-from mapflow.connector.plan import LayerPlan, Mode, Plan
+from mapflow.connector.plan import Mode, Plan
 
 BLOCK = 64
 RESULT = Path(__file__).parent / "results" / "translate-variants.json"
@@ -203,12 +204,7 @@ def main() -> None:
 
 def _without(plan: Plan, layers: list[int]) -> Plan:
     """The plan with these layers on compute."""
-    compute = LayerPlan(mode=Mode.COMPUTE)
-    kept = {
-        name: {n: one for n, one in getattr(plan, name).items() if n not in layers}
-        for name in ("head_index", "head_weight")
-    }
-    return replace(plan, layers=tuple(compute if n in layers else one for n, one in enumerate(plan.layers)), **kept)
+    return with_layers(plan, {n: plan.layers[n] for n in plan.reusing_layers if n not in layers})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -39,15 +41,10 @@ def judge_answers(
     """
     full: dict[Task, list[bool]] = defaultdict(list)
     right: list[dict[Task, dict[Run, list[bool]]]] = [defaultdict(lambda: defaultdict(list)) for _ in plans]
+    log = ResumeLog(None, "") if log is None else log
     runs = PairRuns(plans, sender, receiver, [_text(sample) for sample in samples])
     for number, sample in enumerate(samples):
-        found = log.get(f"sample {number}") if log is not None else None
-        if found is None:
-            of_sample = runs.of(number)
-            answers = [{run: is_right(logits, sample) for run, logits, _ in of_sample.judge(plan)} for plan in plans]
-            found = {"full": is_right(of_sample.exact, sample), "plans": answers}
-            if log is not None:
-                log.add(f"sample {number}", found)
+        found = log.outcome(f"sample {number}", partial(_answer, runs, number, sample, plans))
         full[sample.task].append(found["full"])
         for of_plan, answers in zip(right, found["plans"]):
             for run, answer in answers.items():
@@ -65,6 +62,13 @@ def judge_answers(
         }
         for of_plan in right
     ]
+
+
+def _answer(runs: PairRuns, number: int, sample: Sample, plans: Sequence[Plan]) -> dict[str, Any]:
+    """Whether each run answers a sample right, as plain data."""
+    found = runs.of(number)
+    answers = [{run: is_right(logits, sample) for run, logits, _ in found.judge(plan)} for plan in plans]
+    return {"full": is_right(found.exact, sample), "plans": answers}
 
 
 def _text(sample: Sample) -> Text:

@@ -11,6 +11,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -82,20 +83,16 @@ def evaluate(
     models = PairModels(
         sender, receiver, device=config.device, dtype=config.dtype, one_at_a_time=config.one_at_a_time
     ).both
-    log = None if resume is None else ResumeLog(resume, _digest(config, plans, documents, samples))
+    log = ResumeLog(resume, _digest(config, plans, documents, samples))
     qualities: list[dict[Run, list[Quality]]] = [defaultdict(list) for _ in plans]
     densities: list[list[Mapping[int, float]]] = [[] for _ in plans]
     measured: list[tuple[float, float] | None] = [None for _ in plans]
     longest = max(range(len(documents)), key=lambda number: documents[number].num_rows)
     runs = PairRuns(plans, *models, documents)
     for number, text in enumerate(documents):
-        found = log.get(f"document {number}") if log is not None else None
-        if found is None:
-            of_text = runs.of(number)
-            is_timed = config.device.startswith("cuda") and number == longest
-            found = [_outcome(of_text, plan, text, config.context, is_timed=is_timed) for plan in plans]
-            if log is not None:
-                log.add(f"document {number}", found)
+        is_timed = config.device.startswith("cuda") and number == longest
+        judge = partial(_outcomes, runs, number, plans, text, config.context, is_timed=is_timed)
+        found = log.outcome(f"document {number}", judge)
         for position, (outcome, of_plan, of_layers) in enumerate(zip(found, qualities, densities)):
             if outcome.get("measured_ms"):
                 measured[position] = tuple(outcome["measured_ms"])
@@ -110,11 +107,10 @@ def evaluate(
             progress(len(documents) + done, len(documents) + total)
 
     answers = judge_answers(plans, *models, samples, show, log)
-    prefix = max(text.num_rows for text in documents)
     return [
         Judged(
             plan=plan,
-            prefix=prefix,
+            prefix=documents[longest].num_rows,
             cost=cost.of_plan(plan, _mean(of_layers)),
             full_s=cost.full_s,
             context=config.context,
@@ -124,6 +120,14 @@ def evaluate(
         )
         for plan, of_plan, of_layers, answered, timed in zip(plans, qualities, densities, answers, measured)
     ]
+
+
+def _outcomes(
+    runs: PairRuns, number: int, plans: Sequence[Plan], text: Text, context: int, *, is_timed: bool
+) -> list[dict[str, Any]]:
+    """Of every plan, on one text."""
+    of_text = runs.of(number)
+    return [_outcome(of_text, plan, text, context, is_timed=is_timed) for plan in plans]
 
 
 def _outcome(runs: ReuseRuns, plan: Plan, text: Text, context: int, *, is_timed: bool) -> dict[str, Any]:

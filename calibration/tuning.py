@@ -21,6 +21,7 @@ from mapflow.calibration.reuse import LayerRecord, Recorder, stored_tiles
 from mapflow.connector.plan import Mode, Plan
 from mapflow.kernels.tile_codec import TILE_DTYPE_BY_NAME, decode_tiles
 from mapflow.kernels.top_p import select_top_p
+from mapflow.kernels.translate_reference import dense_head_weights
 
 _LEAST_STEPS_BETWEEN_CHECKS = 8
 
@@ -128,13 +129,11 @@ def tune(
     )
     device = receiver.device
     weights = {n: weight.detach().clone().to(device).requires_grad_() for n, weight in plan.head_weight.items()}
-    index = {number: one.long().to(device) for number, one in plan.head_index.items()}
+    index = {number: one.to(device) for number, one in plan.head_index.items()}
 
     def divergence(piece: _Piece) -> torch.Tensor:
-        dense = {
-            number: torch.zeros(weight.shape[0], plan.sender.num_heads, device=device).scatter(1, index[number], weight)
-            for number, weight in weights.items()
-        }
+        heads = plan.sender.num_heads
+        dense = {number: dense_head_weights(index[number], weight, heads) for number, weight in weights.items()}
         exact = receiver.run(piece.ids, Recorder(frozenset(), num_rows=0, block=1), logits_from=piece.start)
         logits = receiver.run_for_gradients(piece.ids, _Translated(piece.tiles, dense), logits_from=piece.start)
         return kl_divergence(exact.log_softmax(-1).clone(), logits.log_softmax(-1)).mean()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mapflow.calibration.attention import ObservedModel
 from mapflow.calibration.config import CalibrationError
 from mapflow.calibration.evaluate import check_models
 from mapflow.calibration.example_maps import ExampleMap, example_maps
-from mapflow.calibration.models import load_model, read_facts
+from mapflow.calibration.models import read_facts
+from mapflow.calibration.pair_models import PairModels
 from mapflow.calibration.planned_run import frontier_file
 from mapflow.calibration.report import read_json, render
 from mapflow.calibration.texts import load_tokenizer, read_documents
@@ -64,5 +64,5 @@ def _examples(plan: Plan, source: ExampleSource) -> list[ExampleMap]:
         raise CalibrationError(f"{source.texts} holds no document of at least {plan.block} tokens; use longer texts")
     facts = [read_facts(path) for path in (source.sender, source.receiver)]
     check_models(plan, *facts)
-    models = [ObservedModel(load_model(one, device=source.device, dtype=source.dtype)) for one in facts]
-    return example_maps(plan, models[0], models[1], longest)
+    models = PairModels(facts[0], facts[1], device=source.device, dtype=source.dtype)
+    return example_maps(plan, *models.both, longest)

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from mapflow.calibration.answers import is_right, judge_answers  # noqa: E402
-from mapflow.calibration.attention import ObservedModel  # noqa: E402
 from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig  # noqa: E402
-from mapflow.calibration.models import load_model, read_facts  # noqa: E402
+from mapflow.calibration.models import read_facts  # noqa: E402
+from mapflow.calibration.pair_models import PairModels  # noqa: E402
 from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample  # noqa: E402
 from mapflow.calibration.reuse_runs import Run  # noqa: E402
 from mapflow.connector.plan import Mode  # noqa: E402
@@ -83,10 +83,8 @@ def test_reuse_that_changes_nothing_answers_as_without(pair, tmp_path) -> None:
         top_p=1.0,
     )
     plan = calibrate(config)
-    sender, receiver = (
-        ObservedModel(load_model(read_facts(one), device="cpu", dtype="float32"))
-        for one in (pair.sender, pair.receiver)
-    )
+    facts = (read_facts(one) for one in (pair.sender, pair.receiver))
+    sender, receiver = PairModels(*facts, device="cpu", dtype="float32").both
     samples = []
     for seed in range(4):
         ids = torch.randint(3, 90, (140,), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -16,7 +16,8 @@ from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig, CalibrationError  # noqa: E402
 from mapflow.calibration.evaluate import evaluate  # noqa: E402
 from mapflow.calibration.evaluation_config import EvaluationConfig  # noqa: E402
-from mapflow.calibration.models import load_model, read_facts  # noqa: E402
+from mapflow.calibration.models import read_facts  # noqa: E402
+from mapflow.calibration.pair_models import PairModels  # noqa: E402
 from mapflow.calibration.progress import Progress  # noqa: E402
 from mapflow.calibration.reuse import Recorder, ReuseAttention  # noqa: E402
 from mapflow.calibration.reuse_runs import Run  # noqa: E402
@@ -41,8 +42,7 @@ def config_of(pair, folder: Path, **changes: object) -> CalibrationConfig:
 
 
 def models_of(pair) -> tuple[ObservedModel, ObservedModel]:
-    loaded = (load_model(read_facts(one), device="cpu", dtype="float32") for one in (pair.sender, pair.receiver))
-    return tuple(map(ObservedModel, loaded))
+    return PairModels(read_facts(pair.sender), read_facts(pair.receiver), device="cpu", dtype="float32").both
 
 
 def documents_of(pair, texts: Path) -> list[list[int]]:
