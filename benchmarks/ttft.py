@@ -44,6 +44,7 @@ from mapflow.connector.messages import Producer
 from mapflow.connector.plan import Mode, Plan
 
 RESULTS = Path(__file__).parent / "results"
+MODES = ("guide", "online", "translate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def variants(layers: int, tier: str, arguments: argparse.Namespace) -> list[Vari
             found.append(Variant(mode="online", engine="online", plan=f"static-{r}", **guide))
         translate = {"r": r, "density": arguments.translate_density, "k": 1}
         found.append(Variant(mode="translate", engine=tier, tier=tier, plan=f"translate-{r}", **translate))
-    return found
+    return [one for one in found if one.mode not in MODES or one.mode in arguments.modes]
 
 
 def engines(
@@ -95,7 +96,10 @@ def engines(
         found = receiver_settings(receiver, endpoint, own, arguments, gpu_tier=name == "gpu")
         if name == "plain":
             return {**found, "transfer": None}
-        return {**found, "online_density": arguments.guide_density if is_online else None}
+        if is_online:  # what it costs is shown where it does not pay, too
+            found["transfer"]["kv_connector_extra_config"]["cost_model"] = False
+            found["online_density"] = arguments.guide_density
+        return found
 
     return started({name: settings(name) for name in names}, arguments.logs or folder)
 
@@ -192,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sender", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--receiver", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of reuse")
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 8192, 16384, 32768])
     parser.add_argument("--guide-density", type=float, default=0.1)
     parser.add_argument("--translate-density", type=float, default=0.05)
@@ -259,7 +264,9 @@ def _plans(sender: Path, receiver: Path, arguments: argparse.Namespace) -> dict[
     block = 128 if torch.cuda.is_available() else 64
     found = {}
     for r in first_layers(layers):
-        for mode in (Mode.GUIDE, Mode.TRANSLATE, Mode.STATIC):
+        for wanted, mode in (("guide", Mode.GUIDE), ("translate", Mode.TRANSLATE), ("online", Mode.STATIC)):
+            if wanted not in arguments.modes:
+                continue
             name = f"{mode.value}-{r}"
             size: dict[str, Any] = {"first_layer": r, "block": block, "chunk_tokens": CHUNK_TOKENS}
             found[name] = make_plan(sender, receiver, name=name, mode=mode, **size)
@@ -275,6 +282,8 @@ def _publish_all(
     for number, (mode, density) in enumerate(densities.items(), start=1):
         prompt = make_prompt(context, context + number)
         of_mode = [plan for name, plan in plans.items() if name.startswith(mode)]
+        if not of_mode:
+            continue
         publish(client, of_mode[0].namespace(), producer, of_mode[0], prompt, density)
         prompts |= {plan.name: prompt for plan in of_mode}
     return prompts

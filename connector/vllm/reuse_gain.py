@@ -9,20 +9,22 @@ on seconds.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
-
-from mapflow.connector.vllm.transfer_model import running_mean
+from statistics import median_low
 
 _WORTHWHILE = 0.98  # of the time without reuse
 _SAMPLE_AFTER = 4  # steps with reuse of a kind that was never seen without it
+_KEPT = 5  # latest steps of which the middle one counts: one that compiled a kernel or waited for the host tells nothing
+_JUDGED_FROM = 2  # steps with reuse, the faster of which counts
 _RETRY_AFTER = 32  # steps of a kind that reuse made slower
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps of the same size: seconds a row of a layer, by plans (none: without reuse)."""
+    """Steps of the same size: the latest seconds a row of a layer, by plans (none: without reuse)."""
 
-    seconds: dict[frozenset[str], float] = field(default_factory=dict)
+    seconds: dict[frozenset[str], deque[float]] = field(default_factory=dict)
     reused: dict[frozenset[str], int] = field(default_factory=dict)
     refused: dict[frozenset[str], int] = field(default_factory=dict)
 
@@ -37,16 +39,16 @@ class ReuseGain:
         """A layer of a step took so long; `plans` reused all of its rows, or none did."""
         if num_rows > 0 and seconds > 0:
             kind = self._kind(num_rows, context)
-            kind.seconds[plans] = running_mean(kind.seconds.get(plans), seconds / num_rows)
+            kind.seconds.setdefault(plans, deque(maxlen=_KEPT)).append(seconds / num_rows)
 
     def pays(self, num_rows: int, context: int, plans: frozenset[str]) -> bool:
         """Whether a step of so many rows, of prompts up to `context`, should reuse; asked once a step."""
         kind = self._kind(num_rows, context)
-        with_reuse, without = kind.seconds.get(plans), kind.seconds.get(frozenset())
+        with_reuse, without = kind.seconds.get(plans, ()), kind.seconds.get(frozenset())
         if without is None:
             kind.reused[plans] = kind.reused.get(plans, 0) + 1
             return kind.reused[plans] % _SAMPLE_AFTER != 0
-        if with_reuse is None or with_reuse < _WORTHWHILE * without:
+        if len(with_reuse) < _JUDGED_FROM or median_low(with_reuse) < _WORTHWHILE * median_low(without):
             return True
         kind.refused[plans] = kind.refused.get(plans, 0) + 1
         return kind.refused[plans] % _RETRY_AFTER == 0
@@ -56,7 +58,7 @@ class ReuseGain:
         seconds = self._kind(num_rows, context).seconds
         if plans not in seconds or frozenset() not in seconds:
             return None
-        return num_rows * (seconds[frozenset()] - seconds[plans])
+        return num_rows * (median_low(seconds[frozenset()]) - median_low(seconds[plans]))
 
     def _kind(self, num_rows: int, context: int) -> _Kind:
         """Within a fifth of the rows, of which seconds are counted a row, and a tenth of the context."""

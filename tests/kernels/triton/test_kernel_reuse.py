@@ -291,7 +291,8 @@ def test_steps_that_reuse_made_slower_are_computed(step: _Step, cost_model: bool
     """Of the size of this one, where another took half as long without reuse."""
     gpu = GpuReuse([step.plan], step.batch.device, 4 << 20, cost_model=cost_model)
     rows, context = step.batch.num_rows, max(one.row_end for one in step.batch.segments)
-    gpu._gain.observe(rows, context, frozenset({"p"}), 1.0)
+    for _ in range(2):
+        gpu._gain.observe(rows, context, frozenset({"p"}), 1.0)
     gpu._gain.observe(rows, context, frozenset(), 0.5)
     entries = step.entries([one.block_table for one in step.batch.segments], with_maps=False)
     reuse = gpu.step(entries, rows, step.read)
