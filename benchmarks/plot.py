@@ -11,6 +11,7 @@ from matplotlib import pyplot
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "ttft-nvidia-h200.json"
+RIVAL = RESULTS.with_name("rival-nvidia-h200.json")
 FIGURE = ROOT / "docs" / "ttft.svg"
 
 # mode, tier, what it is called, colour, and how its line is drawn
@@ -26,11 +27,12 @@ LINES = (
 
 def main() -> None:
     """Draw the change of TTFT over the context; bars are the spread of the repeats."""
-    report = json.loads(RESULTS.read_text())
+    report, rival = (json.loads(path.read_text()) for path in (RESULTS, RIVAL))
     matplotlib.rcParams |= {"svg.hashsalt": "mapflow", "svg.fonttype": "none", "font.family": "sans-serif"}
     figure, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
     for mode, tier, label, colour, style in LINES:
-        own = [case for case in report["cases"] if (case["mode"], case["tier"]) == (mode, tier)]
+        source = rival if mode == "online" else report
+        own = [case for case in source["cases"] if (case["mode"], case["tier"]) == (mode, tier)]
         cases = [case for case in own if case["r"] in (0, 3)]
         if cases:
             contexts = [case["context"] for case in cases]

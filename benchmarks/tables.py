@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PERFORMANCE = ROOT / "docs" / "performance.md"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels-nvidia-h200.json"
 TTFT = ROOT / "benchmarks" / "results" / "ttft-nvidia-h200.json"
+RIVAL = ROOT / "benchmarks" / "results" / "rival-nvidia-h200.json"
 TTFT_SMALL = ROOT / "benchmarks" / "results" / "ttft-qwen3-1.7b-nvidia-h200.json"
 TRACE = ROOT / "benchmarks" / "results" / "trace-nvidia-h200.json"
 PUBLISHING = ROOT / "benchmarks" / "results" / "publishing-nvidia-h200.json"
@@ -144,6 +145,8 @@ def end_to_end() -> dict[str, str]:
     if TTFT.exists():
         report = json.loads(TTFT.read_text())
         found |= {f"ttft {name}": table(*make(report)) for name, make in ttft_tables.TTFT.items()}
+    if RIVAL.exists():
+        found["rival"] = table(*ttft_tables.rival(json.loads(RIVAL.read_text())))
     if TTFT_SMALL.exists():
         found["ttft qwen3-1.7b"] = table(*ttft_tables.ttft(json.loads(TTFT_SMALL.read_text())))
     if TRACE.exists():

@@ -1,4 +1,4 @@
-"""Tables of the end-to-end results, for `tables.py`: `benchmarks/results/ttft-*.json` and `publishing-*.json`."""
+"""Tables of the end-to-end results, for `tables.py`: `ttft-*.json`, `rival-*.json` and others."""
 
 from __future__ import annotations
 
@@ -114,5 +114,5 @@ def trace(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return ["context", "", "GPU busy, ms", "to plain", "idle in between", *kinds], rows
 
 
-TTFT = {"aims": ttft_aims, "all": ttft, "rival": rival, "decode": decode}
+TTFT = {"aims": ttft_aims, "all": ttft, "decode": decode}
 """Tables of one `ttft-*.json`, by the name of their place in the documentation."""
