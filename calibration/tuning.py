@@ -8,6 +8,7 @@ without reuse is differentiated through them to the weights alone; both models s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ class TuningConfig:
     Attributes:
         steps: of the optimiser, one piece of a text each.
         rate: Adam's, at the beginning.
-        max_tokens: longer texts are cut into pieces of so many tokens, whose maps are kept whole in host memory.
+        max_tokens: longer texts are cut into pieces of so many tokens, whose maps are kept whole.
         max_pieces: pieces used at most, the first of every text before the second of any.
         from_share: share of a piece's first rows that do not count: little is left out there, so errors are small.
     """
@@ -46,7 +47,7 @@ class TuningConfig:
 
 
 class _Piece:
-    """A piece of a text and the sender's tiles of it, in host memory: they are large, and read layer by layer.
+    """A piece of a text and the sender's tiles of it: on the GPU while half of its memory is free, else on the host.
 
     tiles: by receiver layer, stored dtype [num sender heads, num_rows, num_rows].
     """
@@ -74,14 +75,24 @@ def pieces(texts: Sequence[Sequence[int]], block: int, config: TuningConfig) -> 
 
 
 def _all_tiles(record: LayerRecord, top_p: float, block: int, dtype: str) -> torch.Tensor:
-    """The tiles that a sender keeps, zeros elsewhere: stored dtype [num_heads, num_rows, num_rows], in host memory."""
+    """The tiles that a sender keeps, zeros elsewhere: stored dtype [num_heads, num_rows, num_rows]."""
     kept = select_top_p(record.mass, top_p, first_block_row=0)
     size = kept.shape[-1] * block
-    tiles = torch.zeros(record.call.num_heads, size, size, dtype=TILE_DTYPE_BY_NAME[dtype])
+    shape, stored = (record.call.num_heads, size, size), TILE_DTYPE_BY_NAME[dtype]
+    device = kept.device if _has_room(kept.device, math.prod(shape) * stored.itemsize) else torch.device("cpu")
+    tiles = torch.zeros(shape, dtype=stored, device=device)
     for row in range(kept.shape[1]):
         begin, end = row * block, (row + 1) * block
-        tiles[:, begin:end, :end] = stored_tiles(record, kept, row, block, dtype).cpu()
+        tiles[:, begin:end, :end] = stored_tiles(record, kept, row, block, dtype).to(device)
     return tiles
+
+
+def _has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether half of a GPU's memory stays free beside so many bytes: steps need some, too."""
+    if device.type != "cuda":
+        return False
+    free, total = torch.cuda.mem_get_info(device)
+    return free - num_bytes > total // 2
 
 
 class _Translated:
