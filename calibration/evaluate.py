@@ -25,7 +25,7 @@ from mapflow.calibration.models import ModelFacts, layer_shape, read_facts
 from mapflow.calibration.pair_models import PairModels
 from mapflow.calibration.quality import Estimate, Quality, compare, estimate
 from mapflow.calibration.resume_log import ResumeLog
-from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample
+from mapflow.calibration.retrieval import Sample, Task, make_samples
 from mapflow.calibration.reuse_runs import PairRuns, ReuseRuns, Run, Text, mean_density
 from mapflow.calibration.texts import load_tokenizer, read_documents
 from mapflow.connector.plan import LayerPlan, Mode, Plan
@@ -78,7 +78,7 @@ def evaluate(
     sender, receiver = read_facts(config.sender), read_facts(config.receiver)
     _check_plans(plans, check_tokenizers(config.sender, config.receiver), sender, receiver)
     documents = _documents(config, plans[0].chunk_tokens)
-    samples = _samples(config, documents)
+    samples = _samples(config, documents, plans[0].chunk_tokens)
     cost = CostModel(layer_shape(receiver), sender.spec, config.context)
     models = PairModels(
         sender, receiver, device=config.device, dtype=config.dtype, one_at_a_time=config.one_at_a_time
@@ -206,22 +206,22 @@ def _documents(config: EvaluationConfig, chunk_tokens: int) -> list[Text]:
     return [Text(token_ids=ids, num_rows=rows, logits_from=max(0, rows - config.prefix_rows)) for ids, rows in usable]
 
 
-def _samples(config: EvaluationConfig, documents: Sequence[Text]) -> list[Sample]:
-    """Retrieval tasks hidden in the documents, of as many whole chunks as the shortest of these has."""
+def _samples(config: EvaluationConfig, documents: Sequence[Text], chunk_tokens: int) -> list[Sample]:
+    """Retrieval tasks hidden in the documents, of as many tokens as the shortest of these reuses, and of fewer."""
     if config.samples_per_task == 0:
         return []
     tokenizer = load_tokenizer(config.receiver)
-    num_rows = min(text.num_rows for text in documents)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
-    samples = []
-    for task in Task:
-        for number in range(config.samples_per_task):
-            filler, depth = list(documents[number % len(documents)].token_ids), (number + 0.5) / config.samples_per_task
-            try:
-                samples.append(make_sample(make_question(task, number), filler, encode, num_rows=num_rows, depth=depth))
-            except ValueError as error:
-                raise CalibrationError(f"{config.texts} has too short a text for retrieval tasks: {error}") from error
-    return samples
+    try:
+        return make_samples(
+            [text.token_ids for text in documents],
+            encode,
+            samples_per_task=config.samples_per_task,
+            num_rows=min(text.num_rows for text in documents),
+            chunk_tokens=chunk_tokens,
+        )
+    except ValueError as error:
+        raise CalibrationError(f"{config.texts} has too short a text for retrieval tasks: {error}") from error

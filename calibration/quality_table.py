@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from mapflow.calibration.answers import all_answers
 from mapflow.calibration.quality import Estimate
 from mapflow.calibration.reuse_runs import Run
 
@@ -83,14 +84,15 @@ def _numbers(quality: Estimate) -> tuple[str, ...]:
 
 
 def answers_table(judged: Sequence[Judged]) -> Table:
-    """Share of right answers, one row for each plan and task."""
-    table = Table(title="right answers to retrieval tasks", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    """Shares of right answers and of their right tokens, one row for each plan and task."""
+    title = "retrieval tasks: right answers, right tokens of answers"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("plan", "task", "samples", "full", *Run):
         table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
     table.columns[0].justify = "left"
     for one in judged:
-        for task, answers in one.answers.items():
-            shares = (answers.full, *(answers.shares.get(run) for run in Run))
-            cells = ("" if share is None else f"{share:.0%}" for share in shares)
+        for task, answers in (*one.answers.items(), ("all", all_answers(one.answers.values()))):
+            scores = (answers.full, *(answers.scores.get(run) for run in Run))
+            cells = ("" if score is None else f"{score.right:.0%} {score.tokens:.0%}" for score in scores)
             table.add_row(one.plan.name, task, str(answers.num_samples), *cells)
     return table

@@ -106,13 +106,17 @@ def _dots(frontier: Json) -> list[Dot]:
 
 
 def _answers(answered: Sequence[Json]) -> dict[str, dict[str, Any]]:
-    """By task: samples, right answers without reuse, and those of each method."""
+    """By task: samples, right answers and right tokens without reuse, and those of each method."""
     found: dict[str, dict[str, Any]] = {}
     for case in answered:
         for task, one in case["retrieval"].items():
-            row = found.setdefault(task, {"samples": one["samples"], "full": one["full"], "right": {}})
-            row["right"][case["method"]] = one["right"]
+            row = found.setdefault(task, {"samples": one["samples"], "full": _score(one, "full"), "right": {}})
+            row["right"][case["method"]] = _score(one, "right")
     return found
+
+
+def _score(answers: Json, whose: str) -> str:
+    return f"{answers[whose]:.0%} ({answers[whose + '_tokens']:.0%})"
 
 
 def _row(plan: Plan, number: int, frontier: Json | None) -> dict[str, Any]:

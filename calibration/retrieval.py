@@ -59,6 +59,41 @@ class Sample:
     num_answer: int
 
 
+def make_samples(
+    fillers: Sequence[Sequence[int]],
+    encode: Callable[[str], list[int]],
+    *,
+    samples_per_task: int,
+    num_rows: int,
+    chunk_tokens: int,
+) -> list[Sample]:
+    """Samples of every task, at depths from beginning to end, in prefixes of a quarter, a half and all of `num_rows`.
+
+    Shorter prefixes are whole chunks, and at least twice as long as what is hidden in them.
+
+    Args:
+        fillers: token ids of texts, taken in turn.
+        encode: token ids of a text, without any for its beginning or end.
+        samples_per_task: of each task.
+        num_rows: tokens of the longest prefix.
+        chunk_tokens: that prefixes are multiples of.
+
+    Raises:
+        ValueError: a filler is shorter than a prefix, or what is hidden longer than the longest.
+    """
+    lengths = sorted({max(num_rows * part // 4 // chunk_tokens, 1) * chunk_tokens for part in (1, 2)} | {num_rows})
+    samples = []
+    for task in Task:
+        for number in range(samples_per_task):
+            question = make_question(task, number)
+            hidden = sum(map(len, _encoded(question, encode)))
+            fitting = [length for length in lengths if length >= 2 * hidden] or [num_rows]
+            filler, prefix = fillers[number % len(fillers)], fitting[number % len(fitting)]
+            depth = (number + 0.5) / samples_per_task
+            samples.append(make_sample(question, filler, encode, num_rows=prefix, depth=depth))
+    return samples
+
+
 def make_question(task: Task, seed: int) -> Question:
     """The same one for the same seed."""
     chance = random.Random(f"{task}/{seed}")
@@ -82,7 +117,7 @@ def make_sample(
     """
     if not 0 <= depth <= 1:
         raise ValueError(f"depth: expected 0 to 1, got {depth}")
-    hidden = [encode(f"\n{text}\n") for text in question.hidden]
+    hidden = _encoded(question, encode)
     room = num_rows - sum(map(len, hidden))
     if room < 0 or len(filler) < room:
         needed = f"{num_rows} tokens with {num_rows - room} of them hidden"
@@ -104,6 +139,10 @@ def make_sample(
         num_rows=num_rows,
         num_answer=len(answer),
     )
+
+
+def _encoded(question: Question, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    return [encode(f"\n{text}\n") for text in question.hidden]
 
 
 def _number(chance: random.Random) -> str:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mapflow.calibration.config import CalibrationError
 from mapflow.calibration.evaluate import evaluate, from_layer
 from mapflow.calibration.evaluation_config import EvaluationConfig
-from mapflow.calibration.quality_report import quality_cases
+from mapflow.calibration.quality_report import quality_report
 from mapflow.calibration.quality_table import answers_table, cost_table, quality_table
 from mapflow.connector.plan import load_plan, with_top_p
 
@@ -54,7 +54,7 @@ def run_evaluation(
     if config.samples_per_task:
         console.print(answers_table(judged))
     if out is not None:
-        out.write_text(json.dumps({"cases": list(quality_cases(judged))}, indent=1) + "\n", encoding="utf-8")
+        out.write_text(json.dumps(quality_report(judged, config), indent=1) + "\n", encoding="utf-8")
         console.print(f"written to {out}")
     if partial is not None:
         partial.unlink(missing_ok=True)

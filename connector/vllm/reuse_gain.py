@@ -15,7 +15,9 @@ from statistics import median_low
 
 _WORTHWHILE = 0.98  # of the time without reuse
 _SAMPLE_AFTER = 4  # steps with reuse of a kind that was never seen without it
-_KEPT = 5  # latest steps of which the middle one counts: one that compiled a kernel or waited for the host tells nothing
+_KEPT = (
+    5  # latest steps of which the middle one counts: one that compiled a kernel or waited for the host tells nothing
+)
 _JUDGED_FROM = 2  # steps with reuse, the faster of which counts
 _RETRY_AFTER = 32  # steps of a kind that reuse made slower
 

@@ -9,12 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from mapflow.calibration.answers import is_right, judge_answers  # noqa: E402
+from mapflow.calibration.answers import Score, all_answers, judge_answers, right_tokens  # noqa: E402
 from mapflow.calibration.calibrate import calibrate  # noqa: E402
 from mapflow.calibration.config import CalibrationConfig  # noqa: E402
 from mapflow.calibration.models import read_facts  # noqa: E402
 from mapflow.calibration.pair_models import PairModels  # noqa: E402
-from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample  # noqa: E402
+from mapflow.calibration.retrieval import Sample, Task, make_question, make_sample, make_samples  # noqa: E402
 from mapflow.calibration.reuse_runs import Run  # noqa: E402
 from mapflow.connector.plan import Mode  # noqa: E402
 
@@ -63,11 +63,26 @@ def test_says_what_does_not_fit(change, message: str) -> None:
         make_sample(make_question(Task.MULTI_KEY, 0), FILLER, encode, **place)
 
 
-def test_an_answer_is_right_if_all_of_it_is() -> None:
+def test_samples_of_every_task_length_and_depth() -> None:
+    made = make_samples([FILLER, FILLER[1:]], encode, samples_per_task=6, num_rows=2048, chunk_tokens=256)
+    assert len(made) == 6 * len(Task) and len({sample.token_ids for sample in made}) == len(made)
+    assert [sample.num_rows for sample in made[:4]] == [512, 1024, 2048, 512]
+    assert [sample.depth for sample in made[:6]] == pytest.approx([(n + 0.5) / 6 for n in range(6)])
+    assert {sample.num_rows % 256 for sample in made} == {0}
+
+
+def test_what_is_hidden_takes_no_more_than_half_of_a_short_prefix() -> None:
+    made = make_samples([FILLER], encode, samples_per_task=3, num_rows=1024, chunk_tokens=64)
+    for sample in made:
+        hidden = sum(len(encode(f"\n{text}\n")) for text in make_question(sample.task, 0).hidden)
+        assert sample.num_rows >= 2 * hidden or sample.num_rows == 1024
+
+
+def test_tokens_of_an_answer_count_one_by_one() -> None:
     sample = Sample(task=Task.COPY, depth=0.5, token_ids=(5, 6, 1, 2), num_rows=2, num_answer=2)
     logits = torch.nn.functional.one_hot(torch.tensor([1, 2, 0]), 8).float()
-    assert is_right(logits, sample)
-    assert not is_right(logits[[0, 0, 2]], sample)
+    assert right_tokens(logits, sample) == 2
+    assert right_tokens(logits[[0, 0, 2]], sample) == 1
 
 
 def test_reuse_that_changes_nothing_answers_as_without(pair, tmp_path) -> None:
@@ -93,9 +108,12 @@ def test_reuse_that_changes_nothing_answers_as_without(pair, tmp_path) -> None:
         samples.append(Sample(task=Task.COPY, depth=0.5, token_ids=(*ids, answer), num_rows=128, num_answer=1))
     samples[0] = replace(samples[0], task=Task.CHAIN)
     (found,) = judge_answers([plan], sender, receiver, samples)
-    assert found[Task.COPY].full == found[Task.COPY].shares[Run.PLAN] == pytest.approx(2 / 3)
-    assert found[Task.COPY].shares == dict.fromkeys(Run, pytest.approx(2 / 3))
-    assert found[Task.CHAIN].full == found[Task.CHAIN].shares[Run.PLAN] == 0.0 and found[Task.CHAIN].num_samples == 1
+    copied, chained = found[Task.COPY], found[Task.CHAIN]
+    assert copied.full == Score(right=2 / 3, tokens=2 / 3) and copied.scores == dict.fromkeys(Run, copied.full)
+    assert chained.full == chained.scores[Run.PLAN] == Score(right=0.0, tokens=0.0) and chained.num_samples == 1
+    both = all_answers(found.values())
+    assert (both.num_samples, both.num_tokens, both.prefixes) == (4, 4, (128,))
+    assert both.full == both.scores[Run.STATIC] == Score(right=0.5, tokens=0.5)
 
 
 class _Exact:
