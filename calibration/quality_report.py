@@ -34,8 +34,8 @@ def quality_report(judged: Sequence[Judged], config: EvaluationConfig) -> dict[s
 def quality_cases(judged: Sequence[Judged]) -> Iterator[dict[str, Any]]:
     """One case for each plan and run.
 
-    `low` and `high` bound `prefix_kl` (95 %); `prefix` is the most tokens that reused; `retrieval`, by task, the share of
-    answers (`right`) and of their tokens (`right_tokens`) that are right, beside those of the receiver without reuse
+    `low` and `high` bound `prefix_kl` (95 %); `prefix` is the most tokens that reused; `retrieval`, by task, the share
+    of answers (`right`) and of their tokens (`right_tokens`) that are right, beside those of the receiver without reuse
     (`full`, `full_tokens`); empty where none were asked. Of plans also what a prefill of `context` tokens takes, in
     milliseconds and as a share of one without reuse, and the bytes of its maps; both estimated (`cost.py`). On a GPU
     also what attention took there in the layers that reuse, with `prefix` tokens, and full attention in their place.
