@@ -20,7 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, add_options, connected, daemon, header, receiver_settings, settled, started
+from engines import CHUNK_TOKENS, add_options, header, receiver_settings, started
+from processes import connected, daemon, settled
 from publishing import AGAIN
 from publishing import settings as sender_settings
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
@@ -68,7 +69,7 @@ def main() -> None:
         ends = {}
         for role in ("receiver", "sender"):
             (folder / role).mkdir()
-            ends[role] = stack.enter_context(daemon(folder / role, arguments))
+            ends[role] = stack.enter_context(daemon(folder / role, arguments.arena, logs=arguments.logs))
         engines = sender_settings(model, ends["sender"], block, arguments)
         del engines[AGAIN]
         engines["receiver"] = receiver_settings(model, ends["receiver"], files, arguments)

@@ -24,7 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import CHUNK_TOKENS, Engine, add_options, connected, daemon, engine_options, header, settled, started
+from engines import CHUNK_TOKENS, Engine, add_options, engine_options, header, started
+from processes import connected, daemon, settled
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt
 
 from kernels import write_report
@@ -145,7 +146,7 @@ def main() -> None:
         for mode in (Mode.GUIDE, Mode.TRANSLATE):
             size: dict[str, Any] = {"first_layer": 3, "block": block, "chunk_tokens": CHUNK_TOKENS}
             plans[mode.value] = make_plan(model, model, name=mode.value, mode=mode, top_p=arguments.top_p, **size)
-        endpoint = stack.enter_context(daemon(folder, arguments))
+        endpoint = stack.enter_context(daemon(folder, arguments.arena, logs=arguments.logs))
         running = stack.enter_context(started(settings(model, endpoint, block, arguments), arguments.logs or folder))
         some = next(plan for plan in plans.values() if plan is not None)
         client = stack.enter_context(connected(endpoint, some.namespace(), None))

@@ -24,18 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
-from engines import (
-    CHUNK_TOKENS,
-    Engine,
-    add_options,
-    connected,
-    daemon,
-    header,
-    orders,
-    receiver_settings,
-    settled,
-    started,
-)
+from engines import CHUNK_TOKENS, Engine, add_options, header, receiver_settings, started
+from processes import connected, daemon, orders, settled
 from ttft_setup import SHAPES, make_model, make_plan, make_prompt, publish
 
 from kernels import write_report
@@ -225,7 +215,7 @@ def main() -> None:
         if torch.cuda.is_available() and arguments.gpu_arena:
             tiers.append("gpu")
             options = ["--gpu-arena", f"0:{arguments.gpu_arena}"]
-        endpoint = stack.enter_context(daemon(folder, arguments, *options))
+        endpoint = stack.enter_context(daemon(folder, arguments.arena, *options, logs=arguments.logs))
         some = next(iter(plans.values()))
         producer = Producer.of(some.sender.model_id, "bfloat16")
         client = stack.enter_context(connected(endpoint, some.namespace(), producer))

@@ -48,7 +48,7 @@ def test_a_gpu_is_busy_where_anything_runs(benchmark_module) -> None:
 def test_no_order_favours_anybody(benchmark_module) -> None:
     """Over two repeats everything has the same mean place."""
     items = list("abcde")
-    found = list(benchmark_module("engines").orders(items, 6, random.Random(3)))
+    found = list(benchmark_module("processes").orders(items, 6, random.Random(3)))
     assert [sorted(order) for order in found] == 6 * [items]
     for first, second in zip(found[::2], found[1::2], strict=True):
         assert {first.index(one) + second.index(one) for one in items} == {4}
