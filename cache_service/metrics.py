@@ -17,7 +17,7 @@ from mapflow.cache_service.core.values import DeviceArenaStats, Stats
 from mapflow.cache_service.errors import StartupError
 
 _SCRAPE_TIMEOUT_S = 5.0
-_STREAMS_WITHOUT_LATENCY = ("Session",)  # lasts as long as its client
+_STREAMS_WITHOUT_LATENCY = ("Session", "Calls")  # last as long as their client
 _BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0)
 _COUNTERS = {
     "lookups": "Lookup calls.",
@@ -69,11 +69,16 @@ class Metrics:
             buckets=_BUCKETS,
             registry=self.registry,
         )
+        self._series: dict[tuple[str, grpc.StatusCode], Histogram] = {}
 
     def observe(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
         """Record a finished call."""
-        if method not in _STREAMS_WITHOUT_LATENCY:
-            self._rpc_seconds.labels(method, code.name).observe(seconds)
+        if method in _STREAMS_WITHOUT_LATENCY:
+            return
+        series = self._series.get((method, code))
+        if series is None:  # `labels` takes as long as a look-up
+            series = self._series[method, code] = self._rpc_seconds.labels(method, code.name)
+        series.observe(seconds)
 
     def serve(self, host: str, port: int) -> Callable[[], None]:
         """Start answering scrapes in a thread; returns what stops it.

@@ -68,10 +68,18 @@ class CacheServer:
                 ("grpc.max_receive_message_length", min(self._cache.max_blob_bytes + (1 << 20), (1 << 31) - 1)),
             ],
         )
-        servicer = CacheServicer(
-            config, self._cache, arena, self._sessions, self._boot_id, self._clock, memories, self._promoter.kick
+        self._servicer = CacheServicer(
+            config,
+            self._cache,
+            arena,
+            self._sessions,
+            self._boot_id,
+            self._clock,
+            memories,
+            self._promoter.kick,
+            self._metrics.observe,
         )
-        cache_pb2_grpc.add_CacheServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+        cache_pb2_grpc.add_CacheServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
@@ -112,6 +120,7 @@ class CacheServer:
     async def stop(self) -> None:
         """End every session and stop listening."""
         self._sessions.end_all()
+        self._servicer.calls.end_all()
         await self._stack.aclose()
 
     async def _sweep(self) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 
 from mapflow.cache_service import wire
 from mapflow.cache_service.arena import Arena
+from mapflow.cache_service.calls import CallStreams
 from mapflow.cache_service.config import Config
 from mapflow.cache_service.core.cache import Cache
 from mapflow.cache_service.core.device_tier import FIRST_ARENA_ID
 from mapflow.cache_service.core.errors import InvalidRequest
 from mapflow.cache_service.promoter import DeviceMemory
 from mapflow.cache_service.session import SessionHub
+from mapflow.cache_service.status import Observer
 from mapflow.cache_service.transfer import Transfer
 from mapflow.v1 import cache_pb2, cache_pb2_grpc
 from mapflow.v1.version import __version__
@@ -36,12 +38,14 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
         clock: Callable[[], float],
         memories: Sequence[DeviceMemory],
         promote: Callable[[], None],
+        observe: Observer,
     ) -> None:
         """Put the calls on a cache.
 
         Args:
             memories: of the device arenas, in the order of their numbers.
             promote: called after whatever may have begun promotions.
+            observe: told of every call on a Calls stream.
         """
         self._config = config
         self._cache = cache
@@ -54,6 +58,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
             wire.device_arena_message(arena_id, memory) for arena_id, memory in enumerate(memories, FIRST_ARENA_ID)
         ]
         self._promote = promote
+        self.calls = CallStreams(self._lookup, self._release, observe)
 
     async def Handshake(self, request: cache_pb2.HandshakeRequest, context: Any) -> cache_pb2.HandshakeResponse:
         """Say who we are and what we allow."""
@@ -75,15 +80,22 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
             async for response in responses:
                 yield response
 
+    async def Calls(self, request_iterator: Any, context: Any) -> None:
+        """Answer look-ups and releases for as long as the stream lasts."""
+        await self.calls.serve(context)
+
     async def Lookup(self, request: cache_pb2.LookupRequest, context: Any) -> cache_pb2.LookupResponse:
         """Find runs of chunks and lease them."""
+        return self._lookup(request)
+
+    def _lookup(self, request: cache_pb2.LookupRequest) -> cache_pb2.LookupResponse:
         keys = wire.split_keys(request.keys, request.key_bytes)
         wants = [wire.want(want) for want in request.wants]
         result = self._cache.lookup(
             request.session_id, keys, wants, request.lease_s, self._clock(), request.device_arena_id
         )
         self._promote()
-        return cache_pb2.LookupResponse(hits=map(wire.hit_message, result.hits), lease_id=result.lease_id)
+        return wire.lookup_response(result)
 
     async def Reserve(self, request: cache_pb2.ReserveRequest, context: Any) -> cache_pb2.ReserveResponse:
         """Make room for blobs."""
@@ -104,8 +116,11 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
 
     async def Release(self, request: cache_pb2.ReleaseRequest, context: Any) -> cache_pb2.ReleaseResponse:
         """End leases."""
-        self._cache.release(request.session_id, request.lease_ids, self._clock())
+        self._release(request)
         return cache_pb2.ReleaseResponse()
+
+    def _release(self, request: cache_pb2.ReleaseRequest) -> None:
+        self._cache.release(request.session_id, request.lease_ids, self._clock())
 
     async def Fetch(self, request: cache_pb2.FetchRequest, context: Any) -> AsyncIterator[cache_pb2.FetchResponse]:
         """Send the bytes of leased extents."""

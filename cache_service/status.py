@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from inspect import isasyncgenfunction
 from time import perf_counter
 from typing import Any
 
@@ -61,13 +62,20 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             make = grpc.unary_unary_rpc_method_handler if handler.unary_unary else grpc.stream_unary_rpc_method_handler
             return make(unary, handler.request_deserializer, handler.response_serializer)
         inner = handler.unary_stream or handler.stream_stream
+        make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
+        if not isasyncgenfunction(inner):  # it reads and writes by itself
+
+            async def talk(request: Any, context: grpc.aio.ServicerContext) -> None:
+                async with self._guard(method, context):
+                    await inner(request, context)
+
+            return make(talk, handler.request_deserializer, handler.response_serializer)
 
         async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             async with self._guard(method, context), aclosing(inner(request, context)) as responses:
                 async for response in responses:
                     yield response
 
-        make = grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.stream_stream_rpc_method_handler
         return make(stream, handler.request_deserializer, handler.response_serializer)
 
     @asynccontextmanager

@@ -15,14 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from mapflow.connector import transfer
 from mapflow.connector.arena import Arena, ArenaSet
+from mapflow.connector.call_stream import PendingCall
 from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.counters import Counters, LimitedLog
 from mapflow.connector.events import Connected, Disconnected, Event, PeersChanged
-from mapflow.connector.lookup import Lookup, begin_call, finish_call
+from mapflow.connector.lookup import Lookup
 from mapflow.connector.messages import (
     DeviceArena,
     Extent,
@@ -140,7 +140,7 @@ class Client:
     def lookup(self, keys: Sequence[bytes], wants: Sequence[Want], lease_s: float) -> Future[LookupResult]:
         """For each want, the longest run of chunks from the first key on, under one lease. Never blocks or raises.
 
-        The future resolves within `call_deadline_s`, on a thread of gRPC: to a result, or to `Unavailable`. Cancel it
+        The future resolves within `call_deadline_s`, on another thread: to a result, or to `Unavailable`. Cancel it
         to have the lease released as soon as it arrives.
 
         Args:
@@ -170,13 +170,13 @@ class Client:
         if not lease_ids:
             return
         request = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_ids=lease_ids)
+        call = PendingCall(
+            deadline=time.monotonic() + self.config.transfer_deadline_s,
+            answered=lambda answer, is_late: None,
+            failed=lambda error: self._fail("release", error),
+        )
         with contextlib.suppress(Unavailable), self._counted("release"):
-            call = begin_call(session, session.stub.Release, request, self.config.transfer_deadline_s)
-            call.add_done_callback(lambda done: self._released(session, done))
-
-    def _released(self, session: Session, call: Any) -> None:
-        with contextlib.suppress(Unavailable), self._counted("release"):
-            finish_call(session, call)
+            session.calls.send(cache_pb2.CallRequest(release=request), call)
 
     def check_lease(self, lease: Lease) -> None:
         """Make sure that a lease, of this client or of another process on this host, is still good.

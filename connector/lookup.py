@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
-import grpc
-
+from mapflow.connector.call_stream import PendingCall
 from mapflow.connector.messages import Lease, LookupResult, Want
 from mapflow.connector.reasons import Reason, Unavailable
 from mapflow.connector.session import Session
@@ -68,71 +66,60 @@ class Lookup:
             lease_s=lease_s,
             device_arena_id=session.device_arena_id,
         )
-        expires_at = time.monotonic() + lease_s
-        call = begin_call(session, session.stub.Lookup, request, self.deadline_s)
-        call.add_done_callback(lambda done: self._finish(session, done, len(keys), expires_at, future))
+        now = time.monotonic()
 
-    def _finish(
-        self, session: Session, call: Any, num_keys: int, expires_at: float, future: Future[LookupResult]
-    ) -> None:
-        lease = None
-        try:
-            response: cache_pb2.LookupResponse = finish_call(session, call)
-            if response.lease_id:
-                lease = Lease(
-                    boot_id=session.boot_id,
-                    session_id=session.session_id,
-                    lease_id=response.lease_id,
-                    expires_at=expires_at,
-                )
-            if not self.is_current(session):
-                raise _again(session.failure(ConnectionError("the session ended while the lookup ran")))
-            result = LookupResult.from_proto(
-                response, self.wants, num_keys, session.boot_id, lease, session.device_arena_id
-            )
-        except Unavailable as error:
+        def answered(answer: cache_pb2.CallResponse, is_late: bool) -> None:
+            lease = self._lease(session, answer.lookup, now + lease_s)
+            if is_late or not self._resolve(session, answer.lookup, len(keys), lease, future):
+                self._give_back(lease)
+
+        def failed(error: Unavailable) -> None:
             if error.reason is Reason.SESSION_LOST:
                 session.end(error)
             self._refuse(future, error)
+
+        call = PendingCall(deadline=now + self.deadline_s, answered=answered, failed=failed)
+        session.calls.send(cache_pb2.CallRequest(lookup=request), call)
+
+    def _resolve(
+        self,
+        session: Session,
+        response: cache_pb2.LookupResponse,
+        num_keys: int,
+        lease: Lease | None,
+        future: Future[LookupResult],
+    ) -> bool:
+        """Whether somebody has the answer, and the lease with it."""
+        if not self.is_current(session):
+            self._refuse(future, session.failure(ConnectionError("the session ended while the lookup ran")))
+            return False
+        try:
+            result = LookupResult.from_proto(
+                response, self.wants, num_keys, session.boot_id, lease, session.device_arena_id
+            )
         except ValueError as error:
-            if lease is not None:
-                self.release(lease)
             self._refuse(future, Unavailable(Reason.PROTOCOL, str(error)))
-        else:
-            if future.set_running_or_notify_cancel():
-                future.set_result(result)
-            elif lease is not None:
-                self.release(lease)
+            return False
+        if not future.set_running_or_notify_cancel():
+            return False
+        future.set_result(result)
+        return True
+
+    def _lease(self, session: Session, response: cache_pb2.LookupResponse, expires_at: float) -> Lease | None:
+        if not response.lease_id:
+            return None
+        return Lease(
+            boot_id=session.boot_id,
+            session_id=session.session_id,
+            lease_id=response.lease_id,
+            expires_at=expires_at,
+        )
+
+    def _give_back(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self.release(lease)
 
     def _refuse(self, future: Future[LookupResult], error: Unavailable) -> None:
         self.fail(error)
         if future.set_running_or_notify_cancel():
-            future.set_exception(error)
-
-
-def begin_call(session: Session, method: Any, request: Any, deadline_s: float) -> Any:
-    """Start a call; returns its grpc future.
-
-    Raises:
-        Unavailable: the session is over.
-    """
-    try:
-        return method.future(request, timeout=deadline_s)
-    except ValueError as error:  # the channel was closed under us
-        raise _again(session.failure(error)) from error
-
-
-def finish_call(session: Session, call: Any) -> Any:
-    """The response of a call that is done.
-
-    Raises:
-        Unavailable: it failed.
-    """
-    try:
-        return call.result()
-    except (grpc.RpcError, grpc.FutureCancelledError) as error:
-        raise _again(session.failure(error)) from error
-
-
-def _again(error: Unavailable) -> Unavailable:
-    return Unavailable(error.reason, error.detail)
+            future.set_exception(Unavailable(error.reason, error.detail))  # a traceback belongs to one raise

@@ -246,7 +246,8 @@ class LookupResult:
             if hit.want >= len(wants) or not 0 < hit.num_chunks <= num_keys:
                 raise ValueError(f"a hit of {hit.num_chunks} of {num_keys} chunks for want {hit.want} of {len(wants)}")
             width = len(wants[hit.want].layers)
-            columns = [list(one) for one in (hit.extents.arena_ids, hit.extents.offsets, hit.extents.num_bytes)]
+            extents = hit.extents
+            columns = [list(one) for one in (extents.arena_ids, extents.offsets, extents.num_bytes)]
             if {len(column) for column in columns} != {hit.num_chunks * width if lease else 0}:
                 raise ValueError(f"{len(columns[1])} extents for {hit.num_chunks} chunks of {width} layers")
             # `Extent(...)` takes four times as long, on the way to a request's first token
@@ -267,7 +268,7 @@ class LookupResult:
 
 
 def _rows(flat: Sequence[_T], width: int) -> tuple[tuple[_T, ...], ...]:
-    return tuple(tuple(flat[start : start + width]) for start in range(0, len(flat), width)) if width else ()
+    return tuple(zip(*[iter(flat)] * width)) if width else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

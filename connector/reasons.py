@@ -77,8 +77,12 @@ _BY_STATUS = {
 
 
 def from_rpc_error(error: grpc.RpcError) -> Unavailable:
-    """Translate the status of a failed call; the only place that does."""
-    code, detail = error.code(), error.details() or "no details"
+    """Translate the status of a failed call."""
+    return from_status(error.code(), error.details() or "no details")
+
+
+def from_status(code: grpc.StatusCode, detail: str) -> Unavailable:
+    """Translate a status; the only place that does."""
     reason = _BY_STATUS.get(code, Reason.INTERNAL)
     if code is grpc.StatusCode.UNAVAILABLE and "shutting down" in detail:  # the daemon's words, not gRPC's
         reason = Reason.DRAINING

@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from mapflow.connector.call_stream import CallStream
 from mapflow.connector.client_config import ClientConfig
 from mapflow.connector.messages import DeviceArena, Interest, Peers
 from mapflow.connector.namespace import FORMAT_VERSION
@@ -72,6 +73,7 @@ class Session:
 
     Attributes:
         stub: for calls within this session.
+        calls: for look-ups and releases, once it is open.
         boot_id: start of the daemon that it belongs to.
         session_id: the daemon's number for it; 0 before it is open.
         limits: what the daemon allows.
@@ -97,6 +99,7 @@ class Session:
         self._outbox: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._unanswered: deque[float] = deque()
         self._ended: Unavailable | None = None
+        self._tick_s = config.call_deadline_s / 4
         self.stub: Any = CacheStub(self._channel)  # type: ignore[no-untyped-call]
         self.boot_id = b""
         self.session_id = 0
@@ -137,6 +140,7 @@ class Session:
         if answer.opened.boot_id != self.boot_id:
             raise Unavailable(Reason.RESTARTED, "the daemon restarted during the handshake")
         self.session_id = answer.opened.session_id
+        self.calls = CallStream(self.stub.Calls, self._calls_over)
         self.alive_until = sent_at + self.limits.session_timeout_s
 
     def serve(self, on_peers: Callable[[Peers], None]) -> Unavailable:
@@ -145,13 +149,14 @@ class Session:
         next_beat = time.monotonic() + interval
         while True:
             now = time.monotonic()
+            self.calls.expire(now + self._tick_s)  # those, too, whose deadline comes before the next look
             if now >= self.alive_until:
                 return Unavailable(Reason.DEADLINE, f"no heartbeat answered in {self.limits.session_timeout_s} s")
             if now >= next_beat:
                 self._unanswered.append(now)
                 self._outbox.put(_HEARTBEAT)
                 next_beat = now + interval
-            answer = self._next(min(next_beat, self.alive_until) - now)
+            answer = self._next(min(next_beat, self.alive_until, now + self._tick_s) - now)
             if isinstance(answer, Unavailable):
                 return answer
             if not isinstance(answer, cache_pb2.SessionResponse):
@@ -184,7 +189,15 @@ class Session:
     def close(self) -> None:
         """Cancel everything in flight. Waits for gRPC's threads, so never call it on one of them: they would wait."""
         self._outbox.put(None)
+        if self.session_id:
+            self.calls.close()
         self._channel.close()
+
+    def _calls_over(self, error: Exception | None) -> Unavailable:
+        """The stream of calls has ended, and the session with it."""
+        why = self.failure(error or ConnectionError("the daemon ended the stream of calls"))
+        self.end(why)
+        return why
 
     def _shake_hands(self) -> cache_pb2.HandshakeResponse:
         request = cache_pb2.HandshakeRequest(format_versions=[FORMAT_VERSION])

@@ -128,20 +128,24 @@ class Cache:
         hits: list[Hit] = []
         copies: list[Copies] = []
         for number, want in enumerate(wants):
-            runs = self._pool.runs(keys, want)
-            for producer, length in runs:
-                run = keys[:length] if lease_s else ()
-                extents = self._pool.extents(run, want.kind, producer, want.layers)
+            longest = 0
+            for producer, extents in self._pool.runs(keys, want):
+                length = len(extents) // len(want.layers)
+                longest = max(longest, length)
+                if not lease_s:
+                    hits.append(Hit(number, producer, length))
+                    continue
+                run = keys[:length]
                 offsets, found = ([], []) if tier is None else tier.find(run, want.kind, producer, want.layers)
                 copies += found
-                hits.append(Hit(number, producer, length, extents, tuple(offsets) if found else ()))
-            self._hit_chunks += max((length for _, length in runs), default=0)
+                hits.append(Hit(number, producer, length, tuple(extents), tuple(offsets) if found else ()))
+            self._hit_chunks += longest
         self._lookups += 1
         self._lookup_chunks += len(keys) * len(wants)
         if not hits or not lease_s:
             return LookupResult(tuple(hits))
         chunks = keys[: max(hit.num_chunks for hit in hits)]
-        leased = (extent for hit in hits for extent in hit.extents)
+        leased = tuple(hit.extents for hit in hits)
         held = None if tier is None else tier.hold(copies)
         result = LookupResult(tuple(hits), self._leases.grant(session_id, chunks, leased, now + lease_s, held))
         if tier is not None:

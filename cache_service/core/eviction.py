@@ -1,7 +1,8 @@
 """Which chunk goes first when room is needed: the least recently used one that nothing holds.
 
 A chunk is held by every lease on it, every reservation in it, and every child chunk that still has entries: so leaves
-go before their parents. Knows chunk keys, ticks and counts; neither entries nor bytes.
+go before their parents, and use of a leaf is use of what it stands on. Knows chunk keys, ticks and counts; neither
+entries nor bytes.
 """
 
 from __future__ import annotations
@@ -44,19 +45,23 @@ class EvictionOrder:
         """Keep a chunk from being taken until as many `unhold` calls have been made."""
         self._places[chunk].holds += 1
 
-    def unhold(self, chunk: bytes) -> None:
-        """Undo one `hold`."""
+    def unhold(self, chunk: bytes, used_at: int = 0) -> None:
+        """Undo one `hold`; used_at: tick at which the chunk was in use, if that was later than its own."""
         place = self._places[chunk]
         assert place.holds > 0, "unhold without hold"
         place.holds -= 1
+        place.tick = max(place.tick, used_at)
         self._enqueue(chunk)
 
     def remove(self, chunk: bytes) -> None:
         """Forget a chunk, held or not."""
         del self._places[chunk]
 
-    def take(self) -> bytes | None:
-        """Remove and return the least recently used chunk without holds; None if every chunk is held."""
+    def take(self) -> tuple[bytes, int] | None:
+        """Remove the least recently used chunk without holds; returns it with the tick of its last use.
+
+        None if every chunk is held.
+        """
         while self._queue:
             tick, chunk = heapq.heappop(self._queue)
             place = self._places.get(chunk)
@@ -67,7 +72,7 @@ class EvictionOrder:
                 continue  # comes back with its last unhold
             if place.tick == tick:
                 del self._places[chunk]
-                return chunk
+                return chunk, tick
             self._enqueue(chunk)
         return None
 

@@ -7,7 +7,9 @@ room, leases or eviction. A chunk whose parent was never published, or is gone, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from mapflow.cache_service.core.errors import InvalidRequest
 from mapflow.cache_service.core.values import EntryId, Extent, Kind, model_of
@@ -100,19 +102,28 @@ class PrefixIndex:
         """Producers of a model that have any entry, in order of their first."""
         return list(self._producers.get((kind, model), ()))
 
-    def run_length(self, keys: Sequence[bytes], kind: Kind, producer: str, layers: Sequence[int]) -> int:
-        """Number of leading `keys` whose `layers` that producer has all committed."""
-        shelf, wanted = (kind, producer), frozenset(layers)
-        for number, key in enumerate(keys):
-            chunk = self._chunks.get(key)
-            if chunk is None or not wanted <= chunk.shelves.get(shelf, {}).keys():
-                return number
-        return len(keys)
+    def run(self, keys: Sequence[bytes], kind: Kind, producer: str, layers: Sequence[int]) -> list[Extent]:
+        """Where the entries of the leading `keys` lie whose `layers` that producer has all committed.
 
-    def extents(self, key: bytes, kind: Kind, producer: str, layers: Sequence[int]) -> list[Extent]:
-        """Where the entries of one chunk lie, in the order of `layers`; all must be committed."""
-        shelf = self._chunks[key].shelves[kind, producer]
-        return [shelf[layer] for layer in layers]
+        Chunk by chunk, in each in the order of `layers`.
+        """
+        shelf, chunks = (kind, producer), self._chunks
+        found: list[Extent] = []
+        with suppress(KeyError):  # the first chunk that lacks something
+            if len(layers) == 1:
+                (layer,) = layers
+                for key in keys:
+                    found.append(chunks[key].shelves[shelf][layer])
+            else:
+                for key in keys:
+                    own = chunks[key].shelves[shelf]
+                    found += [own[layer] for layer in layers]
+        return found
+
+    def tops(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of a run of chunks here whose successor in it is none of their children; so the last one at least."""
+        chunks = self._chunks
+        return [key for key, after in pairwise(keys) if chunks[after].parent != key] + list(keys[-1:])
 
     def _refuse_cycle(self, key: bytes, parent: bytes) -> None:
         ancestor: bytes | None = parent

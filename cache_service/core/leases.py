@@ -20,8 +20,8 @@ from mapflow.cache_service.core.values import Extent
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    chunks: tuple[bytes, ...]
-    extents: tuple[Extent, ...]
+    chunks: list[bytes]  # what was pinned
+    extents: tuple[tuple[Extent, ...], ...]  # of each hit
     expires_at: float
     copies: HeldCopies | None
 
@@ -43,13 +43,15 @@ class Leases:
         self,
         session_id: int,
         chunks: Sequence[bytes],
-        extents: Iterable[Extent],
+        extents: tuple[tuple[Extent, ...], ...],
         expires_at: float,
         copies: HeldCopies | None = None,
     ) -> int:
-        """Pin a prefix for a session, and let go of `copies` with it; returns the id of the lease."""
-        lease = _Lease(tuple(chunks), tuple(extents), expires_at, copies)
-        self._pool.pin(lease.chunks)
+        """Pin a prefix for a session, and let go of `copies` with it; returns the id of the lease.
+
+        extents: of each hit, that may be read under the lease.
+        """
+        lease = _Lease(self._pool.pin(chunks), extents, expires_at, copies)
         return self._leases.add(session_id, lease, expires_at)
 
     def check(self, session_id: int, lease_id: int, extents: Iterable[Extent]) -> None:
@@ -61,7 +63,7 @@ class Leases:
         lease = self._leases.get(session_id, lease_id)
         if lease is None:
             raise NotFound(f"lease {lease_id} is not in force in session {session_id}; look up again")
-        if missing := set(extents).difference(lease.extents):
+        if missing := set(extents).difference(*lease.extents):
             extent = min(missing, key=lambda extent: extent.offset)
             raise NotFound(f"lease {lease_id} does not cover {extent.num_bytes} bytes at {extent.offset}")
 

@@ -6,7 +6,7 @@ Knows nothing of sessions, leases or time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from mapflow.cache_service.core.eviction import EvictionOrder
 from mapflow.cache_service.core.extents import ExtentAllocator
@@ -79,49 +79,54 @@ class Pool:
         self._extents.free(extent)
         self._close(entry.key)
 
-    def runs(self, keys: Sequence[bytes], want: Want) -> list[tuple[str, int]]:
-        """Producers of the wanted model that have at least the first chunk, with the length of their run."""
-        found = []
-        for producer in self._index.producers(want.kind, want.model):
-            if length := self._index.run_length(keys, want.kind, producer, want.layers):
-                found.append((producer, length))
-        return found
+    def runs(self, keys: Sequence[bytes], want: Want) -> list[tuple[str, list[Extent]]]:
+        """Producers of the wanted model that have at least the first chunk, and where the entries of their run lie."""
+        found = (
+            (one, self.run(keys, want.kind, one, want.layers)) for one in self._index.producers(want.kind, want.model)
+        )
+        return [(producer, extents) for producer, extents in found if extents]
 
-    def extents(self, keys: Iterable[bytes], kind: Kind, producer: str, layers: Sequence[int]) -> tuple[Extent, ...]:
-        """Where the entries of a run lie: chunk by chunk, in each in the order of `layers`."""
-        return tuple(extent for key in keys for extent in self._index.extents(key, kind, producer, layers))
+    def run(self, keys: Sequence[bytes], kind: Kind, producer: str, layers: Sequence[int]) -> list[Extent]:
+        """Where the entries of a producer's run lie: chunk by chunk, in each in the order of `layers`."""
+        return self._index.run(keys, kind, producer, layers)
 
-    def pin(self, chunks: Sequence[bytes]) -> None:
-        """Mark chunks as used now, and keep them from eviction."""
-        for chunk in chunks:
+    def pin(self, chunks: Sequence[bytes]) -> list[bytes]:
+        """Mark a run of chunks as used now, and keep it from eviction; returns what is to be unpinned.
+
+        That is the last one, as a rule: the others are its ancestors, which it holds, and whose last use is no earlier
+        than its own once it is gone.
+        """
+        tops = self._index.tops(chunks)
+        for chunk in tops:
             self._order.touch(chunk)
             self._order.hold(chunk)
+        return tops
 
     def hold(self, chunk: bytes) -> None:
         """Keep a chunk from eviction, whenever it was used."""
         self._order.hold(chunk)
 
     def unpin(self, chunks: Sequence[bytes]) -> None:
-        """Undo one `pin` or `hold` of each."""
+        """Undo one `hold` of each, or a `pin` by what it returned."""
         for chunk in chunks:
             self._order.unhold(chunk)
 
     def _make_room(self, num_bytes: int) -> Extent | None:
         while (extent := self._extents.allocate(num_bytes)) is None:
-            chunk = self._order.take()
-            if chunk is None:
+            taken = self._order.take()
+            if taken is None:
                 return None
-            self._evict(chunk)
+            self._evict(*taken)
         return extent
 
-    def _evict(self, chunk: bytes) -> None:
+    def _evict(self, chunk: bytes, used_at: int) -> None:
         parent = self._index.parent(chunk)
         extents = self._index.drop(chunk)
         for extent in extents:
             self._extents.free(extent)
         self.evicted_entries += len(extents)
         self._on_evict(chunk)
-        self._unhold_parent(parent)
+        self._unhold_parent(parent, used_at)
 
     def _open(self, key: bytes, parent: bytes | None) -> None:
         if self._index.open(key, parent):
@@ -139,6 +144,6 @@ class Pool:
         else:
             self._order.unhold(key)
 
-    def _unhold_parent(self, parent: bytes | None) -> None:
+    def _unhold_parent(self, parent: bytes | None, used_at: int = 0) -> None:
         if parent is not None and parent in self._index:
-            self._order.unhold(parent)
+            self._order.unhold(parent, used_at)

@@ -82,7 +82,7 @@ class Promotions:
         """Begin one promotion for each chunk; where there is no room for one, those behind it get none either."""
         is_full = False
         for key, layers in wanted:
-            extents = self._pool.extents([key], kind, producer, layers)
+            extents = self._pool.run([key], kind, producer, layers)
             sizes = {layer: extent.num_bytes for layer, extent in zip(layers, extents)}
             begun = None if is_full else tier.begin(key, kind, producer, sizes, spared, now)
             if begun is None:

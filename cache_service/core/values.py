@@ -14,6 +14,8 @@ class Kind(IntEnum):
 
     MAP = 1
 
+    __hash__ = int.__hash__  # an enum's own is Python, and every look-up of a shelf would pay for it
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:

@@ -128,6 +128,13 @@ class NaiveCache:
             self.by_use.remove(chunk)
         self.by_use.append(chunk)
 
+    def use_parent(self, child: int) -> None:
+        """What a child stood on was in use when the child was."""
+        parent, place = PARENTS[child], self.by_use.index(child)
+        if parent in self.by_use[:place]:
+            self.by_use.insert(place, parent)
+            self.by_use.remove(parent)
+
     def forget_empty(self) -> None:
         here = self.chunks()
         self.by_use = [chunk for chunk in self.by_use if chunk in here]
@@ -155,6 +162,7 @@ class NaiveCache:
                 return Reservation(ReservationState.NO_ROOM)
             self.evicted += sum(other[0] == victim for other in self.entries)
             self.entries = {other: extent for other, extent in self.entries.items() if other[0] != victim}
+            self.use_parent(victim)
             self.by_use.remove(victim)
         return Reservation(ReservationState.RESERVED, 0, Extent(min(fitting)[1] * UNIT, num_bytes))
 
@@ -336,8 +344,9 @@ class Twins:
         wanted: list[tuple[int, Entry]] = []
         if result.lease_id:
             chunks = path[: max(hit.num_chunks for hit in result.hits)]
-            for chunk in chunks:
-                self.model.use(chunk)
+            for number, chunk in enumerate(chunks):
+                if number + 1 == len(chunks) or PARENTS[chunks[number + 1]] != chunk:
+                    self.model.use(chunk)
             extents = tuple(extent for hit in result.hits for extent in hit.extents)
             named = [copy for hit in result.hits for copy in self.check_copies(device, hit, path, layers)]
             lease = Lease(session, chunks, extents, self.model.now + lease_s, tuple(named))

@@ -25,6 +25,10 @@ def parent_of(number: int) -> bytes | None:
     return None if parent is None else KEYS[parent]
 
 
+def run_length(index: PrefixIndex, keys: list[bytes], producer: str, layers: tuple[int, ...]) -> int:
+    return len(index.run(keys, Kind.MAP, producer, layers)) // len(layers)
+
+
 def publish(index: PrefixIndex, number: int, producer: str = A, layer: int = 0) -> Extent:
     extent = Extent(64 * (100 * number + layer), 64)
     index.open(KEYS[number], parent_of(number))
@@ -39,30 +43,30 @@ def test_a_run_ends_at_the_first_chunk_that_lacks_a_layer() -> None:
         publish(index, number, layer=0)
         if number != 2:
             publish(index, number, layer=3)
-    assert index.run_length(KEYS[:4], Kind.MAP, A, (0,)) == 4
-    assert index.run_length(KEYS[:4], Kind.MAP, A, (3, 0)) == 2
-    assert index.run_length(KEYS[:4], Kind.MAP, A, (0, 7)) == 0
-    assert index.run_length(KEYS[:4], Kind.MAP, B, (0,)) == 0
+    assert run_length(index, KEYS[:4], A, (0,)) == 4
+    assert run_length(index, KEYS[:4], A, (3, 0)) == 2
+    assert run_length(index, KEYS[:4], A, (0, 7)) == 0
+    assert run_length(index, KEYS[:4], B, (0,)) == 0
 
 
 def test_a_run_may_start_in_the_middle_of_a_chain() -> None:
     index = PrefixIndex()
     for number in (2, 3):  # their ancestors were never published
         publish(index, number)
-    assert index.run_length(KEYS[2:4], Kind.MAP, A, (0,)) == 2
-    assert index.run_length(KEYS[:4], Kind.MAP, A, (0,)) == 0
+    assert run_length(index, KEYS[2:4], A, (0,)) == 2
+    assert run_length(index, KEYS[:4], A, (0,)) == 0
 
 
 def test_extents_come_in_the_order_of_the_layers_asked_for() -> None:
     index = PrefixIndex()
     extents = {layer: publish(index, 0, layer=layer) for layer in (5, 1, 3)}
-    assert index.extents(KEYS[0], Kind.MAP, A, (3, 5, 1)) == [extents[3], extents[5], extents[1]]
+    assert index.run(KEYS[:1], Kind.MAP, A, (3, 5, 1)) == [extents[3], extents[5], extents[1]]
 
 
 def test_what_is_being_written_cannot_be_found() -> None:
     index = PrefixIndex()
     assert index.open(KEYS[0], None)
-    assert index.run_length(KEYS[:1], Kind.MAP, A, (0,)) == 0
+    assert run_length(index, KEYS[:1], A, (0,)) == 0
     assert index.num_chunks == 0
     assert index.close(KEYS[0])
     assert KEYS[0] not in index
@@ -168,10 +172,8 @@ class IndexMachine(RuleBasedStateMachine):
         length = 0
         while length < len(path) and all((path[length], producer, layer) in self.entries for layer in layers):
             length += 1
-        assert self.index.run_length([KEYS[number] for number in path], Kind.MAP, producer, layers) == length
-        for number in path[:length]:
-            expected = [self.entries[number, producer, layer] for layer in layers]
-            assert self.index.extents(KEYS[number], Kind.MAP, producer, layers) == expected
+        expected = [self.entries[number, producer, layer] for number in path[:length] for layer in layers]
+        assert self.index.run([KEYS[number] for number in path], Kind.MAP, producer, layers) == expected
 
     @invariant()
     def counts_agree(self) -> None:

@@ -271,6 +271,24 @@ class Hit(_message.Message):
     device_offsets: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, want: _Optional[int] = ..., producer: _Optional[str] = ..., num_chunks: _Optional[int] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., device_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class CallRequest(_message.Message):
+    __slots__ = ("lookup", "release")
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    lookup: LookupRequest
+    release: ReleaseRequest
+    def __init__(self, lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ...) -> None: ...
+
+class CallResponse(_message.Message):
+    __slots__ = ("code", "message", "lookup")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    lookup: LookupResponse
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ...) -> None: ...
+
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "kind", "producer", "entries")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

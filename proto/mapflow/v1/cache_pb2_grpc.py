@@ -70,6 +70,11 @@ class CacheStub(object):
                 request_serializer=mapflow_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=mapflow_dot_v1_dot_cache__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Calls = channel.stream_stream(
+                '/mapflow.v1.Cache/Calls',
+                request_serializer=mapflow_dot_v1_dot_cache__pb2.CallRequest.SerializeToString,
+                response_deserializer=mapflow_dot_v1_dot_cache__pb2.CallResponse.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/mapflow.v1.Cache/Fetch',
                 request_serializer=mapflow_dot_v1_dot_cache__pb2.FetchRequest.SerializeToString,
@@ -141,6 +146,14 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Calls(self, request_iterator, context):
+        """Lookup and Release, one after another on one stream: answered in the order of the requests, and much cheaper than a
+        call for each. A refusal is an answer and does not end the stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Fetch(self, request, context):
         """The bytes of leased extents, for clients that cannot map the arena.
         """
@@ -199,6 +212,11 @@ def add_CacheServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=mapflow_dot_v1_dot_cache__pb2.ReleaseRequest.FromString,
                     response_serializer=mapflow_dot_v1_dot_cache__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Calls': grpc.stream_stream_rpc_method_handler(
+                    servicer.Calls,
+                    request_deserializer=mapflow_dot_v1_dot_cache__pb2.CallRequest.FromString,
+                    response_serializer=mapflow_dot_v1_dot_cache__pb2.CallResponse.SerializeToString,
             ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
@@ -406,6 +424,33 @@ class Cache(object):
             '/mapflow.v1.Cache/Release',
             mapflow_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
             mapflow_dot_v1_dot_cache__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Calls(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/mapflow.v1.Cache/Calls',
+            mapflow_dot_v1_dot_cache__pb2.CallRequest.SerializeToString,
+            mapflow_dot_v1_dot_cache__pb2.CallResponse.FromString,
             options,
             channel_credentials,
             insecure,

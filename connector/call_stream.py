@@ -1,0 +1,107 @@
+"""Look-ups and releases of one session, on one stream: answered in order, and much cheaper than a call for each.
+
+A thread of its own takes the answers. Nothing here waits: what is late fails at its deadline, and its answer is still
+handed over when it comes, since it may hold a lease.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import grpc
+
+from mapflow.connector.reasons import Reason, Unavailable, from_status
+from mapflow.v1 import cache_pb2
+
+_MOST_PENDING = 1024
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingCall:
+    """A call under way.
+
+    Attributes:
+        deadline: when it fails, in `time.monotonic()` seconds.
+        answered: given the answer, once; True with it if the call has failed by its deadline.
+        failed: given the reason, unless the call was answered before; on any thread, and at most once.
+    """
+
+    deadline: float
+    answered: Callable[[cache_pb2.CallResponse, bool], None]
+    failed: Callable[[Unavailable], None]
+    is_late: bool = False
+
+
+class CallStream:
+    """One stream of calls, from its opening to its end. Every method may be called from any thread."""
+
+    def __init__(
+        self,
+        open_stream: Callable[[Iterator[cache_pb2.CallRequest]], Iterable[cache_pb2.CallResponse]],
+        over: Callable[[Exception | None], Unavailable],
+    ) -> None:
+        """Open it.
+
+        Args:
+            open_stream: the stub's method.
+            over: told what ended the stream, None for the daemon; returns what the calls under way failed with.
+        """
+        self._open_stream = open_stream
+        self._over = over
+        self._lock = threading.Lock()  # guards the fields below; never held during a callback
+        self._outbox: queue.SimpleQueue[cache_pb2.CallRequest | None] = queue.SimpleQueue()
+        self._pending: deque[PendingCall] = deque()
+        self._ended: Unavailable | None = None
+        threading.Thread(target=self._receive, name="mapflow-calls", daemon=True).start()
+
+    def send(self, request: cache_pb2.CallRequest, call: PendingCall) -> None:
+        """Send a request; `call` learns what comes of it.
+
+        Raises:
+            Unavailable: the stream is over, or too many calls are unanswered.
+        """
+        with self._lock:
+            if self._ended is not None:
+                raise Unavailable(self._ended.reason, self._ended.detail)
+            if len(self._pending) >= _MOST_PENDING:
+                raise Unavailable(Reason.DEADLINE, f"{_MOST_PENDING} calls are unanswered")
+            self._pending.append(call)  # in the order of the outbox, which is that of the answers
+            self._outbox.put(request)
+
+    def expire(self, now: float) -> None:
+        """Let calls fail whose deadline has come; to be called several times a deadline."""
+        with self._lock:
+            late = [call for call in self._pending if call.deadline <= now and not call.is_late]
+            for call in late:
+                call.is_late = True
+        for call in late:
+            call.failed(Unavailable(Reason.DEADLINE, "the daemon did not answer in time"))
+
+    def close(self) -> None:
+        """Send no more; the stream ends when the daemon has answered what is under way."""
+        self._outbox.put(None)
+
+    def _receive(self) -> None:
+        error: Exception | None = None
+        try:
+            for response in self._open_stream(iter(self._outbox.get, None)):
+                with self._lock:
+                    call = self._pending.popleft()
+                if response.code and not call.is_late:
+                    call.failed(from_status(_CODES.get(response.code, grpc.StatusCode.UNKNOWN), response.message))
+                elif not response.code:
+                    call.answered(response, call.is_late)
+        except (grpc.RpcError, ValueError, IndexError) as caught:  # the channel was closed; an answer too many
+            error = caught
+        why = self._over(error)
+        with self._lock:
+            self._ended = why
+            left = [call for call in self._pending if not call.is_late]
+            self._pending.clear()
+        for call in left:
+            call.failed(why)
