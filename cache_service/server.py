@@ -26,6 +26,7 @@ from mapflow.cache_service.core.cache import Cache
 from mapflow.cache_service.core.ids import TAG_BITS
 from mapflow.cache_service.device_memory import CudaArenas
 from mapflow.cache_service.errors import StartupError
+from mapflow.cache_service.garbage import Garbage
 from mapflow.cache_service.lifecycle import StopSignals
 from mapflow.cache_service.metrics import Metrics
 from mapflow.cache_service.promoter import DeviceMemory, Promoter
@@ -40,6 +41,7 @@ _log = structlog.get_logger(__name__)
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
 _STOP_GRACE_S = 1.0
 _DRAIN_POLL_S = 0.02
+_TIDY_S = 1.0
 
 
 class CacheServer:
@@ -82,6 +84,11 @@ class CacheServer:
         cache_pb2_grpc.add_CacheServicer_to_server(self._servicer, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    @property
+    def ended_sessions(self) -> int:
+        """Sessions that have ended since the start."""
+        return self._sessions.num_ended
 
     async def start(self) -> Endpoint:
         """Listen; returns where.
@@ -195,6 +202,8 @@ async def serve(config: Config) -> int:
             stack.push_async_callback(server.stop)
             if endpoint.path:
                 signals.before_exit(lambda: Path(endpoint.path).unlink(missing_ok=True))
+            tidying = asyncio.create_task(_keep_tidy(server))
+            stack.callback(tidying.cancel)
             for memory in memories:
                 _log.info("device_arena", device_uuid=memory.device_uuid, num_bytes=memory.num_bytes)
             _log.info("serving", endpoint=str(endpoint), segment_name=arena.segment_name, arena_bytes=arena.num_bytes)
@@ -202,6 +211,13 @@ async def serve(config: Config) -> int:
             await server.drain()
     _log.info("stopped")
     return 0
+
+
+async def _keep_tidy(server: CacheServer) -> None:
+    garbage = Garbage()
+    while True:
+        await asyncio.sleep(_TIDY_S)
+        garbage.tend(server.ended_sessions)
 
 
 def run(config: Config) -> int:

@@ -32,6 +32,8 @@ class SessionHub:
     """All session streams of one daemon."""
 
     def __init__(self, cache: Cache, boot_id: bytes, clock: Callable[[], float]) -> None:
+        self.num_ended = 0
+        """Sessions that have ended."""
         self._cache = cache
         self._boot_id = boot_id
         self._clock = clock
@@ -57,6 +59,7 @@ class SessionHub:
         finally:
             del self._streams[session_id]
             self._cache.end_session(session_id, self._clock())
+            self.num_ended += 1
             self._announce()
             _log.info("session_ended", session_id=session_id)
 
