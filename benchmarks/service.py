@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "service.json"
 BARE = "bare stream"  # what ratios are to
 SYSTEMS = (BARE, "bare unary", "mapflow")
-CLOSED = ("lookup 1", "lookup 64", "lookup 1024", "lookup and release 64", "reserve and commit")
+CLOSED = ("lookup 1", "lookup 64", "lookup 1024", "hash and lookup 64", "lookup and release 64", "reserve and commit")
 LOADED = "lookup 64"  # what is asked in windows and open loops
 
 
@@ -90,7 +90,7 @@ def systems(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, t
                 command = [sys.executable, str(HERE / "service_load.py"), name, ends[name]]
                 running[name] = Child(command, folder / f"{name}.log")
             if arguments.lmcache:
-                command = [arguments.lmcache, str(HERE / "service_lmcache.py")]
+                command = [arguments.lmcache, str(HERE / "service_lmcache.py"), str(folder)]
                 running["lmcache"] = Child(command, folder / "lmcache.log")
             yield {name: (child, child.answer()["operations"]) for name, child in running.items()}
     finally:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ class MapFlow:
         if not self._client.wait_connected(_DEADLINE_S):
             raise RuntimeError(f"no session with {endpoint}")
         self._chain = self._namespace.chunk_keys(range(64 * max(CHAIN_CHUNKS)))
+        self._hashing, self._tokens = replace(self._namespace, chunk_tokens=256), list(range(64 * 256))
+        self._lookup_64 = self._lookup_of(64)
         self._leases: list[Lease] = []
         self._published = 0
         blobs = [
@@ -117,9 +120,14 @@ class MapFlow:
         self._client.publish(Kind.MAP, self._producer.id, blobs)
 
     def operations(self) -> Mapping[str, Submit]:
-        """Look-ups with a lease; and the same with the lease given back, reserve and commit, of one new chunk."""
+        """Look-ups with a lease; of tokens that are hashed first, or with the lease given back; one new chunk."""
         looks = {f"lookup {count}": self._lookup_of(count) for count in CHAIN_CHUNKS}
-        return {**looks, "lookup and release 64": self._cycle, "reserve and commit": self._publish_one}
+        return {
+            **looks,
+            "hash and lookup 64": self._hash_and_lookup,
+            "lookup and release 64": self._cycle,
+            "reserve and commit": self._publish_one,
+        }
 
     def release(self) -> None:
         """Give back what look-ups leased."""
@@ -135,6 +143,11 @@ class MapFlow:
             return future
 
         return submit
+
+    def _hash_and_lookup(self, number: int) -> Future[Any]:
+        """Of a prompt of as many tokens as `service_lmcache.py` asks for; its chain is not the published one."""
+        self._hashing.chunk_keys(self._tokens)
+        return self._lookup_64(number)
 
     def _keep(self, done: Future[LookupResult]) -> None:
         if done.exception() is None and (lease := done.result().lease) is not None:

@@ -1,4 +1,4 @@
-"""The Calls stream: look-ups and releases one after another, without what gRPC spends on a call of its own for each.
+"""The Calls stream: one call after another, without what gRPC spends on a call of its own for each.
 
 Refusals are answers here; only what is wrong with the stream itself ends it. What a call does is the servicer's affair.
 """
@@ -6,7 +6,7 @@ Refusals are answers here; only what is wrong with the stream itself ends it. Wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 from typing import Any
 
@@ -26,12 +26,14 @@ class CallStreams:
     def __init__(
         self,
         lookup: Callable[[cache_pb2.LookupRequest], cache_pb2.LookupResponse],
-        release: Callable[[cache_pb2.ReleaseRequest], object],
+        reserve: Callable[[cache_pb2.ReserveRequest], cache_pb2.ReserveResponse],
+        others: Mapping[str, Callable[[Any], object]],
         observe: Observer,
     ) -> None:
-        """lookup, release: the calls. observe: told of each."""
+        """lookup, reserve, others: what answers a call; others by field of CallRequest. observe: told of each."""
         self._lookup = lookup
-        self._release = release
+        self._reserve = reserve
+        self._others = others
         self._observe = observe
         self._serving: set[asyncio.Task[Any]] = set()
 
@@ -57,11 +59,13 @@ class CallStreams:
             match name:
                 case "lookup":
                     return cache_pb2.CallResponse(lookup=self._lookup(request.lookup))
-                case "release":
-                    self._release(request.release)
+                case "reserve":
+                    return cache_pb2.CallResponse(reserve=self._reserve(request.reserve))
+                case None:
+                    raise InvalidRequest("a call must name what it calls")
+                case other:
+                    self._others[other](getattr(request, other))
                     return cache_pb2.CallResponse()
-                case _:
-                    raise InvalidRequest("a call must be a lookup or a release")
         except CacheError as error:
             code = status_code(error)
             return cache_pb2.CallResponse(code=code.value[0], message=str(error))

@@ -58,7 +58,12 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
             wire.device_arena_message(arena_id, memory) for arena_id, memory in enumerate(memories, FIRST_ARENA_ID)
         ]
         self._promote = promote
-        self.calls = CallStreams(self._lookup, self._release, observe)
+        others: dict[str, Callable[[Any], None]] = {
+            "release": self._release,
+            "commit": self._commit,
+            "abort": self._abort,
+        }
+        self.calls = CallStreams(self._lookup, self._reserve, others, observe)
 
     async def Handshake(self, request: cache_pb2.HandshakeRequest, context: Any) -> cache_pb2.HandshakeResponse:
         """Say who we are and what we allow."""
@@ -81,7 +86,7 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
                 yield response
 
     async def Calls(self, request_iterator: Any, context: Any) -> None:
-        """Answer look-ups and releases for as long as the stream lasts."""
+        """Answer calls for as long as the stream lasts."""
         await self.calls.serve(context)
 
     async def Lookup(self, request: cache_pb2.LookupRequest, context: Any) -> cache_pb2.LookupResponse:
@@ -99,20 +104,29 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
 
     async def Reserve(self, request: cache_pb2.ReserveRequest, context: Any) -> cache_pb2.ReserveResponse:
         """Make room for blobs."""
+        return self._reserve(request)
+
+    def _reserve(self, request: cache_pb2.ReserveRequest) -> cache_pb2.ReserveResponse:
         kind, entries = wire.kind(request.kind), [wire.new_entry(entry) for entry in request.entries]
         answers = self._cache.reserve(request.session_id, kind, request.producer, entries, self._clock())
         return cache_pb2.ReserveResponse(reservations=map(wire.reservation_message, answers))
 
     async def Commit(self, request: cache_pb2.CommitRequest, context: Any) -> cache_pb2.CommitResponse:
         """Publish blobs."""
+        self._commit(request)
+        return cache_pb2.CommitResponse()
+
+    def _commit(self, request: cache_pb2.CommitRequest) -> None:
         self._cache.commit(request.session_id, request.reservation_ids, self._clock())
         self._promote()
-        return cache_pb2.CommitResponse()
 
     async def Abort(self, request: cache_pb2.AbortRequest, context: Any) -> cache_pb2.AbortResponse:
         """Give room back."""
-        self._cache.abort(request.session_id, request.reservation_ids, self._clock())
+        self._abort(request)
         return cache_pb2.AbortResponse()
+
+    def _abort(self, request: cache_pb2.AbortRequest) -> None:
+        self._cache.abort(request.session_id, request.reservation_ids, self._clock())
 
     async def Release(self, request: cache_pb2.ReleaseRequest, context: Any) -> cache_pb2.ReleaseResponse:
         """End leases."""

@@ -1,4 +1,4 @@
-"""Look-ups and releases of one session, on one stream: answered in order, and much cheaper than a call for each.
+"""Calls of one session that carry no bytes of blobs, on one stream: answered in order, and cheaper than one for each.
 
 A thread of its own takes the answers. Nothing here waits: what is late fails at its deadline, and its answer is still
 handed over when it comes, since it may hold a lease.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import grpc
 
-from mapflow.connector.reasons import Reason, Unavailable, from_status
+from mapflow.connector.reasons import Reason, Refused, Unavailable, from_status
 from mapflow.v1 import cache_pb2
 
 _MOST_PENDING = 1024
@@ -73,6 +75,31 @@ class CallStream:
             self._pending.append(call)  # in the order of the outbox, which is that of the answers
             self._outbox.put(request)
 
+    def ask(
+        self,
+        request: cache_pb2.CallRequest,
+        deadline_s: float,
+        late: Callable[[cache_pb2.CallResponse], None] = lambda answer: None,
+    ) -> cache_pb2.CallResponse:
+        """Send a request and wait for its answer; not for threads that must not wait.
+
+        Args:
+            request: the call.
+            deadline_s: most that it may take.
+            late: given an answer that comes after the deadline.
+
+        Raises:
+            Unavailable: no answer in time, the stream is over, or the call was refused (`Refused`).
+        """
+        future: Future[cache_pb2.CallResponse] = Future()
+
+        def answered(answer: cache_pb2.CallResponse, is_late: bool) -> None:
+            (late if is_late else future.set_result)(answer)
+
+        deadline = time.monotonic() + deadline_s
+        self.send(request, PendingCall(deadline=deadline, answered=answered, failed=future.set_exception))
+        return future.result()
+
     def expire(self, now: float) -> None:
         """Let calls fail whose deadline has come; to be called several times a deadline."""
         with self._lock:
@@ -93,7 +120,8 @@ class CallStream:
                 with self._lock:
                     call = self._pending.popleft()
                 if response.code and not call.is_late:
-                    call.failed(from_status(_CODES.get(response.code, grpc.StatusCode.UNKNOWN), response.message))
+                    why = from_status(_CODES.get(response.code, grpc.StatusCode.UNKNOWN), response.message)
+                    call.failed(Refused(why.reason, why.detail))
                 elif not response.code:
                     call.answered(response, call.is_late)
         except (grpc.RpcError, ValueError, IndexError) as caught:  # the channel was closed; an answer too many

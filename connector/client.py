@@ -140,8 +140,8 @@ class Client:
     def lookup(self, keys: Sequence[bytes], wants: Sequence[Want], lease_s: float) -> Future[LookupResult]:
         """For each want, the longest run of chunks from the first key on, under one lease. Never blocks or raises.
 
-        The future resolves within `call_deadline_s`, on another thread: to a result, or to `Unavailable`. Cancel it
-        to have the lease released as soon as it arrives.
+        The future resolves within `call_deadline_s` and an eighth of it, on another thread: to a result, or to
+        `Unavailable`. Cancel it to have the lease released as soon as it arrives.
 
         Args:
             keys: chunk keys in prefix order; keys beyond the daemon's limit are left out.

@@ -60,6 +60,10 @@ class Unavailable(Exception):
         return f"{self.reason}: {self.detail}"
 
 
+class Refused(Unavailable):
+    """The daemon answered, and refused."""
+
+
 _BY_STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: Reason.DEADLINE,
     grpc.StatusCode.UNAVAILABLE: Reason.UNREACHABLE,

@@ -73,7 +73,7 @@ class Session:
 
     Attributes:
         stub: for calls within this session.
-        calls: for look-ups and releases, once it is open.
+        calls: for those that carry no bytes of blobs, once it is open.
         boot_id: start of the daemon that it belongs to.
         session_id: the daemon's number for it; 0 before it is open.
         limits: what the daemon allows.
@@ -99,7 +99,7 @@ class Session:
         self._outbox: queue.SimpleQueue[cache_pb2.SessionRequest | None] = queue.SimpleQueue()
         self._unanswered: deque[float] = deque()
         self._ended: Unavailable | None = None
-        self._tick_s = config.call_deadline_s / 4
+        self._tick_s = config.call_deadline_s / 8  # so late may a call learn that its time is up
         self.stub: Any = CacheStub(self._channel)  # type: ignore[no-untyped-call]
         self.boot_id = b""
         self.session_id = 0
@@ -149,7 +149,7 @@ class Session:
         next_beat = time.monotonic() + interval
         while True:
             now = time.monotonic()
-            self.calls.expire(now + self._tick_s)  # those, too, whose deadline comes before the next look
+            self.calls.expire(now)
             if now >= self.alive_until:
                 return Unavailable(Reason.DEADLINE, f"no heartbeat answered in {self.limits.session_timeout_s} s")
             if now >= next_beat:

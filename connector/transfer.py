@@ -7,13 +7,14 @@ session never touches this one's memory.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import grpc
 
 from mapflow.connector.arena import Arena, ArenaSet
+from mapflow.connector.call_stream import PendingCall
 from mapflow.connector.messages import (
     Extent,
     Kind,
@@ -24,7 +25,7 @@ from mapflow.connector.messages import (
     Reservation,
     ReservationState,
 )
-from mapflow.connector.reasons import Reason, Unavailable
+from mapflow.connector.reasons import Reason, Refused, Unavailable
 from mapflow.connector.session import Session
 from mapflow.v1 import cache_pb2
 
@@ -78,7 +79,11 @@ def reserve(
         producer=producer,
         entries=[entry.to_proto() for entry in entries],
     )
-    response: cache_pb2.ReserveResponse = _call(session, session.stub.Reserve, request, deadline_s)
+
+    def late(answer: cache_pb2.CallResponse) -> None:
+        _give_back(session, [one.reservation_id for one in answer.reserve.reservations if one.reservation_id])
+
+    response = session.calls.ask(cache_pb2.CallRequest(reserve=request), deadline_s, late).reserve
     if len(response.reservations) != len(entries):
         raise Unavailable(Reason.PROTOCOL, f"{len(response.reservations)} reservations for {len(entries)} entries")
     answers = []
@@ -110,7 +115,11 @@ def commit(session: Session, reservations: Sequence[Reservation], deadline_s: fl
     reservation_ids = [reservation.reservation_id for reservation in reservations]
     if reservation_ids:
         request = cache_pb2.CommitRequest(session_id=session.session_id, reservation_ids=reservation_ids)
-        _call(session, session.stub.Commit, request, deadline_s, gone=Reason.RESERVATION_EXPIRED)
+        try:
+            session.calls.ask(cache_pb2.CallRequest(commit=request), deadline_s)
+        except Refused as error:
+            gone = error.reason is Reason.SESSION_LOST  # what the daemon means by not knowing an id
+            raise Unavailable(Reason.RESERVATION_EXPIRED if gone else error.reason, error.detail) from error
 
 
 def abort(session: Session, reservations: Sequence[Reservation], deadline_s: float) -> None:
@@ -126,8 +135,19 @@ def abort(session: Session, reservations: Sequence[Reservation], deadline_s: flo
         if (reservation.boot_id, reservation.session_id) == mine and reservation.state is ReservationState.RESERVED
     ]
     if reservation_ids:
-        request = cache_pb2.AbortRequest(session_id=session.session_id, reservation_ids=reservation_ids)
-        _call(session, session.stub.Abort, request, deadline_s)
+        session.calls.ask(_abort_request(session, reservation_ids), deadline_s)
+
+
+def _abort_request(session: Session, reservation_ids: Sequence[int]) -> cache_pb2.CallRequest:
+    request = cache_pb2.AbortRequest(session_id=session.session_id, reservation_ids=reservation_ids)
+    return cache_pb2.CallRequest(abort=request)
+
+
+def _give_back(session: Session, reservation_ids: Sequence[int]) -> None:
+    """Abort what was reserved too late; nobody waits for the answer."""
+    call = PendingCall(deadline=math.inf, answered=lambda answer, is_late: None, failed=lambda error: None)
+    with contextlib.suppress(Unavailable):
+        session.calls.send(_abort_request(session, reservation_ids), call)
 
 
 def publish(
@@ -221,7 +241,8 @@ def _store(session: Session, kind: Kind, producer: str, blob: PendingBlob, deadl
         for start in range(0, len(data), _PIECE_BYTES):
             yield cache_pb2.StoreRequest(data=bytes(data[start : start + _PIECE_BYTES]))
 
-    response: cache_pb2.StoreResponse = _call(session, session.stub.Store, requests(), deadline_s)
+    with _translated(session, Reason.SESSION_LOST):
+        response: cache_pb2.StoreResponse = session.stub.Store(requests(), timeout=deadline_s)
     try:
         return ReservationState(response.state)
     except ValueError as error:
@@ -273,11 +294,6 @@ def _check_reservation(session: Session, reservation: Reservation) -> None:
 def _abort_quietly(session: Session, reservations: Sequence[Reservation], deadline_s: float) -> None:
     with contextlib.suppress(Unavailable):  # the end of the session aborts them too
         abort(session, reservations, deadline_s)
-
-
-def _call(session: Session, method: Any, request: Any, deadline_s: float, gone: Reason = Reason.SESSION_LOST) -> Any:
-    with _translated(session, gone):
-        return method(request, timeout=deadline_s)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,35 @@ def test_answers_come_in_order_and_are_those_of_the_calls(play: Play) -> None:
     play(scenario)
 
 
+def test_publishing_in_two_calls(play: Play) -> None:
+    async def scenario(served: Any) -> None:
+        async with served.client() as client:
+            await client.open()
+            stream = client.stub.Calls()
+            entry = cache_pb2.NewEntry(key=b"k" * 16, layer=0, num_bytes=10)
+            reserve = cache_pb2.ReserveRequest(
+                session_id=client.session, kind=cache_pb2.KIND_MAP, producer="m@1/float32/tp0of1", entries=[entry]
+            )
+            first, again = await _ask(stream, *2 * [cache_pb2.CallRequest(reserve=reserve)])
+            (room,) = first.reserve.reservations
+            assert room.state == cache_pb2.RESERVATION_STATE_RESERVED and room.extent.num_bytes == 10
+            assert again.reserve.reservations[0].state == cache_pb2.RESERVATION_STATE_EXISTS
+            ids = {"session_id": client.session, "reservation_ids": [room.reservation_id]}
+            aborted, late = await _ask(
+                stream,
+                cache_pb2.CallRequest(abort=cache_pb2.AbortRequest(**ids)),
+                cache_pb2.CallRequest(commit=cache_pb2.CommitRequest(**ids)),
+            )
+            assert (aborted.code, late.code) == (0, grpc.StatusCode.NOT_FOUND.value[0])
+            (third,) = await _ask(stream, cache_pb2.CallRequest(reserve=reserve))
+            ids["reservation_ids"] = [third.reserve.reservations[0].reservation_id]
+            (committed,) = await _ask(stream, cache_pb2.CallRequest(commit=cache_pb2.CommitRequest(**ids)))
+            stats = await client.stats()
+            assert (committed.code, stats.num_entries, stats.num_reservations) == (0, 1, 0)
+
+    play(scenario)
+
+
 def test_refusals_name_their_reason_and_end_nothing(play: Play) -> None:
     async def scenario(served: Any) -> None:
         async with served.client() as client:
@@ -58,7 +87,7 @@ def test_refusals_name_their_reason_and_end_nothing(play: Play) -> None:
             asked = (cache_pb2.CallRequest(), _lookup(client, 0, key_bytes=8), strange, _lookup(client, 0))
             empty, short, unknown, fine = await _ask(stream, *asked)
             invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
-            assert (empty.code, empty.message) == (invalid, "a call must be a lookup or a release")
+            assert (empty.code, empty.message) == (invalid, "a call must name what it calls")
             assert (short.code, short.message) == (invalid, "key_bytes must be 16 or 32, got 8")
             assert unknown.code == grpc.StatusCode.NOT_FOUND.value[0] and "12" in unknown.message
             assert (fine.code, fine.message) == (0, "")

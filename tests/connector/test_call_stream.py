@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from mapflow.connector.call_stream import CallStream, PendingCall
-from mapflow.connector.reasons import Reason, Unavailable
+from mapflow.connector.reasons import Reason, Refused, Unavailable
 from mapflow.v1 import cache_pb2
 
 from .conftest import wait_until
@@ -78,6 +79,25 @@ def test_a_refusal_ends_its_call_alone(stream: CallStream, daemon: _Daemon) -> N
     wait_until(lambda: bool(next_one.answers))
     (error,) = refused.errors
     assert (error.reason, error.detail) == (Reason.SESSION_LOST, "session 3 has ended") and not refused.answers
+
+
+def test_asking_waits_for_the_answer(stream: CallStream, daemon: _Daemon) -> None:
+    daemon.answers.put(answer(3))
+    assert stream.ask(cache_pb2.CallRequest(), 10.0).lookup.lease_id == 3
+    daemon.answers.put(cache_pb2.CallResponse(code=5, message="no such reservation"))
+    with pytest.raises(Refused, match="no such reservation"):
+        stream.ask(cache_pb2.CallRequest(), 10.0)
+
+
+def test_asking_in_vain(stream: CallStream, daemon: _Daemon) -> None:
+    late: list[int] = []
+    clock = threading.Timer(0.1, lambda: stream.expire(time.monotonic()))
+    clock.start()
+    with pytest.raises(Unavailable, match="deadline") as caught:
+        stream.ask(cache_pb2.CallRequest(), 0.01, lambda answer: late.append(answer.lookup.lease_id))
+    assert not isinstance(caught.value, Refused)
+    daemon.answers.put(answer(9))
+    wait_until(lambda: late == [9])
 
 
 def test_a_code_that_grpc_does_not_know(stream: CallStream, daemon: _Daemon) -> None:

@@ -101,6 +101,7 @@ def test_every_call_returns_in_time_while_the_daemon_is_stopped(
     daemon.signal(signal.SIGCONT)
     assert looked_up(client, keys).hits[0].num_chunks == 2
     wait_until(lambda: client.counters.get("release", Reason.DEADLINE) == 1)
+    assert daemon.stats().num_reservations == 0
     wait_until(lambda: daemon.stats().num_leases == 1)  # of the last look-up; that of the late one was given back
 
 

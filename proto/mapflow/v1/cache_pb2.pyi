@@ -272,22 +272,30 @@ class Hit(_message.Message):
     def __init__(self, want: _Optional[int] = ..., producer: _Optional[str] = ..., num_chunks: _Optional[int] = ..., extents: _Optional[_Union[Extents, _Mapping]] = ..., device_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CallRequest(_message.Message):
-    __slots__ = ("lookup", "release")
+    __slots__ = ("lookup", "release", "reserve", "commit", "abort")
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
     lookup: LookupRequest
     release: ReleaseRequest
-    def __init__(self, lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ...) -> None: ...
+    reserve: ReserveRequest
+    commit: CommitRequest
+    abort: AbortRequest
+    def __init__(self, lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., reserve: _Optional[_Union[ReserveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ...) -> None: ...
 
 class CallResponse(_message.Message):
-    __slots__ = ("code", "message", "lookup")
+    __slots__ = ("code", "message", "lookup", "reserve")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
     code: int
     message: str
     lookup: LookupResponse
-    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ...) -> None: ...
+    reserve: ReserveResponse
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., lookup: _Optional[_Union[LookupResponse, _Mapping]] = ..., reserve: _Optional[_Union[ReserveResponse, _Mapping]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "kind", "producer", "entries")

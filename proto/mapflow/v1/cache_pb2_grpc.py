@@ -147,8 +147,8 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Calls(self, request_iterator, context):
-        """Lookup and Release, one after another on one stream: answered in the order of the requests, and much cheaper than a
-        call for each. A refusal is an answer and does not end the stream.
+        """Calls that carry no bytes of blobs, one after another on one stream: answered in the order of the requests, and much
+        cheaper than a call for each. A refusal is an answer and does not end the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
