@@ -8,7 +8,7 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,8 +71,12 @@ class Child:
             raise RuntimeError(f"{self._log.stem} ended: {self._log.read_text(errors='replace')[-3000:]}")
         return line
 
-    def stop(self) -> None:
-        """End it."""
+    def stop(self, patience_s: float = 0.0) -> None:
+        """End it: by the end of its input, and after `patience_s` by force."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience_s)
         self._process.kill()
         self._process.wait()
 

@@ -94,8 +94,10 @@ def systems(folder: Path, arguments: argparse.Namespace) -> Iterator[dict[str, t
                 running["lmcache"] = Child(command, folder / "lmcache.log")
             yield {name: (child, child.answer()["operations"]) for name, child in running.items()}
     finally:
-        for child in (*running.values(), *servers):
-            child.stop()
+        for child in running.values():
+            child.stop(patience_s=10.0)  # one has a server of its own to end
+        for server in servers:
+            server.stop()
 
 
 def _latencies(running: Mapping[str, tuple[Child, Sequence[str]]], arguments: argparse.Namespace) -> list[Any]:

@@ -9,7 +9,7 @@ freed behind every loop. Written for LMCache 0.5.6.
 from __future__ import annotations
 
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from service_loops import Submit, serve
 
 CHUNKS, CHUNK_TOKENS = 64, 256  # LMCache's own default chunk
-MODEL, INSTANCE, PORT = "bench", 1, 5599
+MODEL, INSTANCE = "bench", 1
 _DEADLINE_S = 10.0
 
 
@@ -30,7 +30,9 @@ class LMCache:
     """A server, and the client that its connector uses."""
 
     def __init__(self, folder: Path) -> None:
-        options = ["--host", "127.0.0.1", "--port", str(PORT), "--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", "1"]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        options = ["--host", "127.0.0.1", "--port", str(port), "--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", "1"]
         options += ["--no-l1-use-lazy", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
         options += ["--shm-name", f"lmcache-bench-{os.getpid()}", "--disable-observability"]
         with (folder / "lmcache-server.log").open("wb") as log:
@@ -41,7 +43,7 @@ class LMCache:
         from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
         self._key_type = IPCCacheServerKey
-        self._client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{PORT}", context=zmq.Context())
+        self._client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{port}", context=zmq.Context())
         self._wait_ready()
         self._client.register_kv_cache_engine_driven_context(
             RegisterEngineDrivenContextPayload(
@@ -74,8 +76,12 @@ class LMCache:
 
     def stop(self) -> None:
         """End the server."""
-        self._server.send_signal(signal.SIGKILL)
-        self._server.wait()
+        self._server.terminate()
+        try:
+            self._server.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
 
     def _run(self, call: Any, *arguments: Any) -> Future[Any]:
         return self._pool.submit(call, *arguments)
