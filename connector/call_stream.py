@@ -6,6 +6,7 @@ handed over when it comes, since it may hold a lease.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,7 @@ import grpc
 from mapflow.connector.reasons import Reason, Refused, Unavailable, from_status
 from mapflow.v1 import cache_pb2
 
+_log = logging.getLogger(__name__)
 _MOST_PENDING = 1024
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -119,12 +121,8 @@ class CallStream:
             for response in self._open_stream(iter(self._outbox.get, None)):
                 with self._lock:
                     call = self._pending.popleft()
-                if response.code and not call.is_late:
-                    why = from_status(_CODES.get(response.code, grpc.StatusCode.UNKNOWN), response.message)
-                    call.failed(Refused(why.reason, why.detail))
-                elif not response.code:
-                    call.answered(response, call.is_late)
-        except (grpc.RpcError, ValueError, IndexError) as caught:  # the channel was closed; an answer too many
+                _tell(call, response)
+        except Exception as caught:  # the channel was closed, an answer too many: calls under way must learn of any
             error = caught
         why = self._over(error)
         with self._lock:
@@ -133,3 +131,14 @@ class CallStream:
             self._pending.clear()
         for call in left:
             call.failed(why)
+
+
+def _tell(call: PendingCall, response: cache_pb2.CallResponse) -> None:
+    try:
+        if not response.code:
+            call.answered(response, call.is_late)
+        elif not call.is_late:
+            why = from_status(_CODES.get(response.code, grpc.StatusCode.UNKNOWN), response.message)
+            call.failed(Refused(why.reason, why.detail))
+    except Exception:  # of one call; the others wait for their answers
+        _log.exception("an answer of the cache could not be taken")

@@ -100,6 +100,20 @@ def test_asking_in_vain(stream: CallStream, daemon: _Daemon) -> None:
     wait_until(lambda: late == [9])
 
 
+def test_a_caller_that_fails_keeps_nobody_else_from_its_answer(
+    stream: CallStream, daemon: _Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(response: cache_pb2.CallResponse, is_late: bool) -> None:
+        raise RuntimeError("a bug")
+
+    stream.send(cache_pb2.CallRequest(), PendingCall(deadline=1e9, answered=fail, failed=lambda error: None))
+    after = _Call(stream)
+    daemon.answers.put(answer(1))
+    daemon.answers.put(answer(2))
+    wait_until(lambda: after.answers == [(2, False)])
+    assert "a bug" in caplog.text
+
+
 def test_a_code_that_grpc_does_not_know(stream: CallStream, daemon: _Daemon) -> None:
     call = _Call(stream)
     daemon.answers.put(cache_pb2.CallResponse(code=99, message="?"))
