@@ -1,9 +1,9 @@
-"""Hit rates on a trace of real requests: `python benchmarks/hit_rate.py TRACE`, a minute, no daemon.
+"""Hit rates on a trace of real requests: `python benchmarks/hit_rate.py TRACE`, some minutes, no daemon.
 
 TRACE has a JSON line a request, with `hash_ids`: ids of 512-token prefix blocks (Mooncake's conversation trace). Every
 request looks its chunks up and publishes those that are missing, through the daemon's own core (`core/cache.py`), at
 several arena sizes. Beside it what no cache of that size can pass: Belady's choice of what to evict, which knows the
-future and minds no chains; and an unlimited cache. Prints a table and writes `benchmarks/results/hit-rate.json`.
+future and minds no chains; other orders of eviction, simulated; and an unlimited cache. Prints a table and writes `benchmarks/results/hit-rate.json`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
+
+from eviction_variants import VARIANTS, simulated
 
 from kernels import git_commit, write_report
 from mapflow.cache_service.core.cache import Cache
@@ -73,7 +75,9 @@ def mapflow(requests: Requests, room: int) -> float:
     """Share of chunks that look-ups found in the daemon's core with room for so many."""
     times = {"session_timeout_s": 1e9, "max_lease_s": 1e9, "reservation_timeout_s": 1e9}
     cache = Cache(Limits(arena_bytes=room * _BYTES, max_keys=4096, **times), boot_tag=1, now=0.0)
-    namespace = Namespace(1, "0" * 32, 512, 64, "", 1)
+    namespace = Namespace(
+        format_version=1, tokenizer_fingerprint="0" * 32, chunk_tokens=512, block=64, tenant="", key_hash=1
+    )
     session = cache.open_session("replay", Publisher(_PRODUCER, namespace), 0.0)
     hits = 0
     for chunks in requests:
@@ -118,8 +122,12 @@ def main() -> None:
         room = max(1, round(share * distinct))
         case = {"share": share, "chunks": room}
         case |= {name: round(make(requests, room), 4) for name, make in (("mapflow", mapflow), ("belady", belady))}
+        case["variants"] = {name: round(simulated(requests, room, rank), 4) for name, rank in VARIANTS.items()}
         report["cases"].append(case)
-        print(f"{share:5.0%} {room:7} chunks  mapflow {case['mapflow']:.1%}  at most {case['belady']:.1%}", flush=True)
+        print(f"{share:5.0%} {room:7} chunks  mapflow {case['mapflow']:.1%}  at most {case['belady']:.1%}")
+        print(
+            "  simulated: " + ", ".join(f"{name} {found:.1%}" for name, found in case["variants"].items()), flush=True
+        )
     write_report(report, arguments.output)
 
 
