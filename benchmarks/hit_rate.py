@@ -3,7 +3,8 @@
 TRACE has a JSON line a request, with `hash_ids`: ids of 512-token prefix blocks (Mooncake's conversation trace). Every
 request looks its chunks up and publishes those that are missing, through the daemon's own core (`core/cache.py`), at
 several arena sizes. Beside it what no cache of that size can pass: Belady's choice of what to evict, which knows the
-future and minds no chains; other orders of eviction, simulated; and an unlimited cache. Prints a table and writes `benchmarks/results/hit-rate.json`.
+future and minds no chains; other orders of eviction, simulated; and an unlimited cache. Prints a table and writes
+`benchmarks/results/hit-rate.json`.
 """
 
 from __future__ import annotations
