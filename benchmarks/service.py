@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=200, help="of a closed loop")
     parser.add_argument("--window", type=int, default=32, help="calls on their way at saturation")
     parser.add_argument("--rates", nargs="+", type=float, default=[100.0, 500.0, 1000.0, 2000.0], help="calls a second")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of an open loop")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of an open loop")
     parser.add_argument("--arena", default="256MiB")
     parser.add_argument("--lmcache", help="Python of a virtual environment with LMCache")
     parser.add_argument("--commit", default=None, help="the commit that is measured, where git cannot be asked")
@@ -129,7 +129,7 @@ def _open(
     for rate in arguments.rates:
         able = [name for name in running if most[name] > rate]
         found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        for number, order in enumerate(orders(able, 3, random.Random(rate))):
+        for number, order in enumerate(orders(able, 5, random.Random(rate))):
             for name in order:
                 command = {"operation": LOADED, "loop": "open", "rate": rate, "seconds": arguments.seconds}
                 found[name].append(running[name][0].ask({**command, "seed": number}))
