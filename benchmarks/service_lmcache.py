@@ -1,9 +1,9 @@
 """LMCache's multi-process server, asked as its vLLM connector asks it; for a virtual environment that has LMCache.
 
-`python service_lmcache.py FOLDER` (`lmcache.txt` says what to install): starts the server, stores one prompt of 64 chunks
-through shared memory, and answers commands as in `service_loops.serve`. A look-up is what the connector makes of one:
-LOOKUP with the prompt's tokens, and QUERY_PREFETCH_STATUS once it is acknowledged, until there is an answer; the server
-hashes the tokens. What it locks is freed behind every loop. Written for LMCache 0.5.6.
+`python service_lmcache.py FOLDER` (`lmcache.txt` says what to install): starts the server, stores one prompt of 64
+chunks through shared memory, and answers commands as in `service_loops.serve`. A look-up is what the connector makes of
+one: LOOKUP with the prompt's tokens, and QUERY_PREFETCH_STATUS once it is acknowledged, until there is an answer; the
+server hashes the tokens. What it locks is freed behind every loop. Written for LMCache 0.5.6.
 """
 
 from __future__ import annotations

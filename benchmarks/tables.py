@@ -13,6 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # PYTHONSAFEPATH, which this project runs with, leaves it out
 
+import service_tables
 import ttft_tables
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +24,8 @@ RIVAL = ROOT / "benchmarks" / "results" / "rival-nvidia-h200.json"
 TTFT_SMALL = ROOT / "benchmarks" / "results" / "ttft-qwen3-1.7b-nvidia-h200.json"
 TRACE = ROOT / "benchmarks" / "results" / "trace-nvidia-h200.json"
 PUBLISHING = ROOT / "benchmarks" / "results" / "publishing-nvidia-h200.json"
+SERVICE = ROOT / "benchmarks" / "results" / "service.json"
+HIT_RATE = ROOT / "benchmarks" / "results" / "hit-rate.json"
 FP8 = ROOT / "benchmarks" / "results" / "fp8-quality.json"
 Case = dict[str, Any]
 
@@ -156,18 +159,32 @@ def end_to_end() -> dict[str, str]:
     return found
 
 
+def service() -> dict[str, str]:
+    """Of the daemon under load."""
+    report = json.loads(SERVICE.read_text())
+    return {
+        "service latencies": table(*service_tables.latencies(report)),
+        "service load": table(*service_tables.load(report)),
+        "hit rates": table(*service_tables.hit_rates(json.loads(HIT_RATE.read_text()))),
+    }
+
+
 def tables() -> dict[str, str]:
     """By the name of their place in the documentation."""
     report = json.loads(KERNELS.read_text())
-    return end_to_end() | {
-        "kernels aims": aims(report),
-        "kernels full density": full_density(report),
-        "kernels flex": flex(report),
-        "kernels qwen3-8b": ratios(report, "qwen3-8b"),
-        "kernels qwen3-1.7b": ratios(report, "qwen3-1.7b"),
-        "kernels ministral-3b": ratios(report, "ministral-3b"),
-        "fp8 quality": fp8_quality(json.loads(FP8.read_text())),
-    }
+    return (
+        end_to_end()
+        | service()
+        | {
+            "kernels aims": aims(report),
+            "kernels full density": full_density(report),
+            "kernels flex": flex(report),
+            "kernels qwen3-8b": ratios(report, "qwen3-8b"),
+            "kernels qwen3-1.7b": ratios(report, "qwen3-1.7b"),
+            "kernels ministral-3b": ratios(report, "ministral-3b"),
+            "fp8 quality": fp8_quality(json.loads(FP8.read_text())),
+        }
+    )
 
 
 def fill(text: str) -> str:
