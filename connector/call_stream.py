@@ -1,7 +1,7 @@
 """Calls of one session that carry no bytes of blobs, on one stream: answered in order, and cheaper than one for each.
 
-A thread of its own takes the answers. Nothing here waits: what is late fails at its deadline, and its answer is still
-handed over when it comes, since it may hold a lease.
+A thread of its own takes the answers; only `ask` waits for one. What is late fails at its deadline, and its answer is
+still handed over when it comes, since it may hold a lease.
 """
 
 from __future__ import annotations
@@ -98,8 +98,11 @@ class CallStream:
         def answered(answer: cache_pb2.CallResponse, is_late: bool) -> None:
             (late if is_late else future.set_result)(answer)
 
+        def failed(error: Unavailable) -> None:
+            future.set_exception(type(error)(error.reason, error.detail))  # a traceback belongs to one raise
+
         deadline = time.monotonic() + deadline_s
-        self.send(request, PendingCall(deadline=deadline, answered=answered, failed=future.set_exception))
+        self.send(request, PendingCall(deadline=deadline, answered=answered, failed=failed))
         return future.result()
 
     def expire(self, now: float) -> None:
